@@ -14,7 +14,7 @@ from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig, itemsizes, sizes_of
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
 from dsv3.model.schedules.overlapped import worth_overlapping
-from sharding.experts.library_hop import LibraryHop, takes
+from sharding.experts.library_hop import LibraryHop, chunk_of
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport import Transport, build, choose
 from sharding.experts.transport_kind import TransportKind
@@ -204,7 +204,7 @@ class Communication:
 
     def _transport(self, tokens: int) -> Transport[Any]:
         rows, each = self._rows(tokens), self.replicas // self.machine.devices
-        too_many = self.kind is TransportKind.NCCL_EP and not takes(self.machine, each, rows)
+        too_many = self.kind is TransportKind.NCCL_EP and chunk_of(self.machine, each, rows) is None
         if self.kind is None or too_many:
             return choose(self.machine, self.replicas, rows, self.overlap)
         return build(self.kind, self.machine, self.replicas, rows, self.overlap)

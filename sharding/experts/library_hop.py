@@ -1,8 +1,9 @@
 """A hop by NVIDIA's library NCCL EP: each row is sent once to each device that needs it, without padding.
 
-Low latency is for steps whose buffers stay below `MAX_BUFFER_BYTES`. The library brings rows into lines for the worst
-case, all rows of all devices: `[J * T]`. Its combine adds the partial sums of a row as `Hop` does, in float32 and in
-the order of k, so results are equal bit for bit.
+Low latency is for steps below `MIN_CHUNK` tokens whose buffers stay below `MAX_BUFFER_BYTES`. The library brings rows
+into lines for the worst case, all rows of all devices: `[J * T]`. Its combine adds the partial sums of a row as `Hop`
+does, in float32 and in the order of k, so results are equal bit for bit. Each bucket has a group of its own: the
+library brings as many lines as its group's largest call could, and experts would write the sums of all of them.
 
 High throughput is for larger steps. The rows of a device go in chunks of equal size, and those that arrive of a chunk
 lie one after the other, on N lines near the expected load. Over several nodes a row crosses to a node once, and sums
@@ -39,7 +40,7 @@ MAX_BUFFER_BYTES = 1 << 30
 MAX_SHARED_BYTES = 3 << 30
 """Bound on those of a group with high throughput, which programs and micro-batches share."""
 MIN_CHUNK = 2048
-"""Least tokens of a call with high throughput, whose figures are published for 4,096."""
+"""Least tokens of a call with high throughput, whose figures are published for 4,096; low latency's are for 128."""
 _NODE_EXPERTS = 4  # a node has a multiple of these
 _TOKENS_ALIGNMENT, _SCALED_ALIGNMENT = 512, 16  # bytes of a row, alone and with scales
 _SUM_CHANNELS = 512  # a sum has a multiple of these
@@ -80,11 +81,13 @@ class LibraryHop(Hop):
     def from_layer(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "LibraryHop":
         """Returns the hop for `rows`, with `replicas` on each device.
 
-        Raises ValueError if the library cannot take `rows` (`takes`), and for int8 sums, which it cannot add.
+        Raises ValueError if the library takes `rows` in neither mode (`chunk_of`), and for int8 sums, which it cannot
+        add.
         """
         if rows.int8_sums:
             raise ValueError("NCCL EP adds sums on their way: use expert_combine auto, or another expert_transport")
-        if not takes(machine, replicas, rows):
+        chunk = chunk_of(machine, replicas, rows)
+        if chunk is None:
             raise ValueError(
                 f"NCCL EP's buffers for {rows.tokens} tokens from each of {machine.devices} devices take "
                 f"{low_latency_bytes(machine.devices, rows) / 2**30:.1f} GiB with low latency, more than "
@@ -93,9 +96,8 @@ class LibraryHop(Hop):
                 "or another expert_transport"
             )
         hop = cls(machine.axes, machine.devices, replicas, rows.tokens, overlap, row_bytes=row_bytes(rows))
-        if low_latency_bytes(machine.devices, rows) <= MAX_BUFFER_BYTES:
+        if not chunk:
             return hop
-        chunk = chunk_tokens(machine, replicas, rows)
         return dataclasses.replace(hop, chunk=chunk, received=_received(machine, replicas, rows, chunk))
 
     def buffer_bytes(self, machine: Machine, rows: LayerRows) -> int:
@@ -190,10 +192,15 @@ class LibraryHop(Hop):
         return Transfer(PendingCall(calls, started, kept), True) if calls.halves else Transfer(started, False)
 
 
-def takes(machine: Machine, replicas: int, rows: LayerRows) -> bool:
-    """Returns whether the library takes `rows`, in one mode or the other, with `replicas` on each device."""
-    low_latency = low_latency_bytes(machine.devices, rows) <= MAX_BUFFER_BYTES
-    return low_latency or chunk_tokens(machine, replicas, rows) >= MIN_CHUNK
+def chunk_of(machine: Machine, replicas: int, rows: LayerRows) -> int | None:
+    """Returns the mode for `rows`, with `replicas` on each device: tokens of a call with high throughput, or 0.
+
+    0 is low latency; None is neither, because buffers would be too large.
+    """
+    chunk = _chunk_tokens(machine, replicas, rows)
+    if chunk >= MIN_CHUNK:
+        return chunk
+    return 0 if low_latency_bytes(machine.devices, rows) <= MAX_BUFFER_BYTES else None
 
 
 def low_latency_bytes(devices: int, rows: LayerRows) -> int:
@@ -203,7 +210,7 @@ def low_latency_bytes(devices: int, rows: LayerRows) -> int:
     return 2 * rows.tokens * max(lines)
 
 
-def chunk_tokens(machine: Machine, replicas: int, rows: LayerRows) -> int:
+def _chunk_tokens(machine: Machine, replicas: int, rows: LayerRows) -> int:
     """Returns the tokens of a call with high throughput: `rows.tokens`, or the largest power of 2 with place for it.
 
     The place is `MAX_SHARED_BYTES`. Returns 0 where a node has a number of experts that the library does not take.

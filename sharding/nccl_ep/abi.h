@@ -16,6 +16,7 @@ constexpr unsigned kMagic = 0xC00FFFEEu;
 constexpr unsigned kTensorMagic = 0xCAFECAFEu;
 constexpr unsigned kApiVersion = 2;
 constexpr int kOldestVersion = 200;  // 0.2.0: low-latency combine of 0.1 reuses shared memory without a fence
+constexpr int kOldestNccl = 23007;   // 2.30.7, which the release of 0.2 pins
 
 typedef int Result;  // ncclResult_t; 0 is success
 typedef struct Comm* Communicator;
@@ -105,6 +106,7 @@ static_assert(sizeof(CombineInputs) == 32 && sizeof(CombineOutputs) == 24 && siz
 
 // Every function of the two libraries that is called, by name: X(library, name, parameters).
 #define DSV3_NCCL_EP_FUNCTIONS(X)                                                                                  \
+  X(nccl, ncclGetVersion, (int*))                                                                                  \
   X(nccl, ncclGetUniqueId, (UniqueId*))                                                                            \
   X(nccl, ncclCommInitRank, (Communicator*, int, UniqueId, int))                                                   \
   X(ep, ncclEpGetVersion, (int*))                                                                                  \

@@ -48,6 +48,11 @@ extern "C" const char* nccl_ep_open(const char* nccl_path, const char* ep_path) 
   DSV3_NCCL_EP_FUNCTIONS(DSV3_FIND)
 #undef DSV3_FIND
   int version = 0;
+  if (const Result r = found.ncclGetVersion(&version)) return failed(code("ncclGetVersion", r));
+  if (version < kOldestNccl) {
+    return failed("NCCL " + std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+                  std::to_string(version % 100) + " is refused, because NCCL EP 0.2 is released for 2.30.7: install that");
+  }
   if (const Result r = found.ncclEpGetVersion(&version)) return failed(code("ncclEpGetVersion", r));
   if (version < kOldestVersion) {
     return failed("NCCL EP " + std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) +
@@ -74,8 +79,10 @@ extern "C" const char* nccl_ep_connect(int device, const char* id, int ranks, in
   return nullptr;
 }
 
-// Waits for all ranks, which must create their groups in one order. What exists stays.
-extern "C" const char* nccl_ep_create_group(int device, const int64_t* numbers, int64_t timeout_ns, bool on_gpu) {
+// Waits for all ranks, which must create their groups in one order. What exists stays. With high throughput, where the
+// library waits without a limit, `limit_s` is that of XLA's thread.
+extern "C" const char* nccl_ep_create_group(int device, const int64_t* numbers, int64_t timeout_ns, int64_t limit_s,
+                                            bool on_gpu) {
   if (find(device, numbers) != nullptr) return nullptr;
   Key key;
   std::copy_n(numbers, kNumbers, key.begin());
@@ -108,7 +115,7 @@ extern "C" const char* nccl_ep_create_group(int device, const int64_t* numbers, 
   }
   if (chunks && open->beside == nullptr) {
     open->beside = new Beside;
-    open->beside->group = open->group;
+    open->beside->group = open->group, open->beside->limit = std::chrono::seconds(limit_s);
     if (on_gpu && !create_stream(&open->beside->stream)) return failed("CUDA could not create a stream");
     open->beside->start([device, on_gpu] {
       if (on_gpu) make_current(device);
@@ -133,12 +140,12 @@ extern "C" const char* nccl_ep_create_group(int device, const int64_t* numbers, 
   return nullptr;
 }
 
-// Writes 1 for each of `count` ranks that was late in a group of so many, so that results lack its experts.
+// Writes 1 for each of `count` ranks that was late in a group of so many, so that results lack its experts. With high
+// throughput the program fails instead.
 extern "C" const char* nccl_ep_late(int32_t* is_late, int64_t count) {
   const std::lock_guard<std::mutex> lock(mutex);
   for (const auto& [key, open] : groups) {
-    const std::string why = late(*open);
-    if (why.empty() || key.second[kRanks] != count) continue;
+    if (!open->low_latency() || key.second[kRanks] != count || late(*open).empty()) continue;
     std::vector<int> active(count);
     void* data = active.data();
     if (open->on_gpu && !(make_current(key.first) && cuda("cuMemAlloc_v2", &data, 4 * active.size()))) {
@@ -147,8 +154,8 @@ extern "C" const char* nccl_ep_late(int32_t* is_late, int64_t count) {
     if (const Result r = functions.ncclEpMaskQuery(open->group, static_cast<int*>(data), nullptr)) {
       return failed(code("ncclEpMaskQuery", r));
     }
-    if (open->on_gpu && !(cuda("cuMemcpyDtoH_v2", static_cast<void*>(active.data()), data, 4 * active.size()) &&
-                          cuda("cuMemFree_v2", data))) {
+    // The memory is not freed, which would wait for all work on the device; the instance ends.
+    if (open->on_gpu && !cuda("cuMemcpyDtoH_v2", static_cast<void*>(active.data()), data, 4 * active.size())) {
       return failed("CUDA could not read a mask");
     }
     for (int64_t rank = 0; rank < count; ++rank) is_late[rank] |= !active[rank];

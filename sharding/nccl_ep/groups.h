@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -69,11 +71,26 @@ typedef std::vector<std::unique_ptr<Described>> AllDescribed;
 
 typedef std::function<ffi::Error(Stream)> Work;
 
+inline ffi::Error error(const std::string& text) { return ffi::Error(ffi::ErrorCode::kInternal, "nccl_ep: " + text); }
+
 // A group with high throughput, and what makes its calls beside XLA; it lives as long as the process.
+//
+// The library's host code and kernels wait for other ranks without a limit: `timeout_ns` is of low latency, and kernels
+// do not read the flag of ncclCommAbort. So a call that does not return stays in this thread, and XLA's goes on.
 class Beside {
  public:
   Group group = nullptr;
   Stream stream = nullptr;  // none on a CPU
+  std::chrono::seconds limit{0};  // how long XLA's thread waits for a call
+  std::atomic<bool> is_late{false};  // a call took longer
+
+  // Waits for a call that was made.
+  ffi::Error result_of(std::future<ffi::Error>& made) {
+    if (made.wait_for(limit) == std::future_status::ready) return made.get();
+    is_late = true;
+    return error("a call with high throughput did not return within " + std::to_string(limit.count()) +
+                 " s: another rank is dead or hangs");
+  }
 
   // Makes a call after those before it.
   std::future<ffi::Error> make(std::function<ffi::Error()> call) {
@@ -112,10 +129,10 @@ struct Open {
   std::vector<Handle> handles;    // of the chunks, with high throughput
   size_t chunk = 0, received = 0; // rows of a chunk: those that a device sends, and those that it receives at most
   Beside* beside = nullptr;       // with high throughput
-  size_t tokens = 0;              // those of the last dispatch, with high throughput
+  bool dispatched = false;        // a combine is due: handles have the routing of its dispatch; with high throughput
   void *ready = nullptr, *done = nullptr;  // events that fork and join its stream
   Work second;                    // the half of a call that has not been enqueued
-  AllDescribed described;         // what that half reads
+  AllDescribed described;         // what that half reads, with low latency
   std::vector<const void*> data;  // all buffers of the call
 
   bool low_latency() const { return handles.empty(); }
@@ -136,7 +153,6 @@ inline Functions functions;
 inline std::map<std::pair<int, int64_t>, Communicator> communicators;  // by device and number of ranks
 inline std::map<std::pair<int, Key>, std::unique_ptr<Open>> groups;    // by device and key
 inline std::map<std::pair<int, Key>, Beside*> shared;                  // by device and key, with tokens and slot of 0
-inline ffi::Error error(const std::string& text) { return ffi::Error(ffi::ErrorCode::kInternal, "nccl_ep: " + text); }
 
 inline std::string code(const char* name, Result result) { return std::string(name) + " returned " + std::to_string(result); }
 
@@ -156,10 +172,10 @@ inline Open* find(int device, const int64_t* numbers) {
   return found == groups.end() ? nullptr : found->second.get();
 }
 
-// Returns what the library says of a group's ranks, or nothing.
+// Returns why no more calls are made on a group, or nothing.
 inline std::string late(const Open& open) {
   int is_late = 0;
-  if (!open.low_latency()) return "";
+  if (!open.low_latency()) return open.beside->is_late ? "a rank did not answer in time" : "";
   if (const Result r = functions.ncclEpGetAsyncError(open.group, &is_late)) return code("ncclEpGetAsyncError", r);
   return is_late ? "a rank did not answer in time and is left out" : "";
 }

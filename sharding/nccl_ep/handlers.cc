@@ -1,14 +1,15 @@
 // XLA's custom calls over NCCL EP, on a GPU's stream, or on a CPU with a library that has the same interface.
 //
-// A group exists before the first call (groups.cc); a call only enqueues: it allocates no device memory. What combine must know of a dispatch (the origin of each row) is a buffer that
-// XLA passes along. A call with `send_only` leaves its second half, which writes the same buffers, to `Complete`; a slot
-// has one such call in flight, so each micro-batch has its own.
+// A group exists before the first call (groups.cc); a call only enqueues: it allocates no device memory. What combine
+// must know of a dispatch (the origin of each row) is a buffer that XLA passes along. A call with `send_only` leaves its
+// second half, which writes the same buffers, to `Complete`; a slot has one such call in flight, so each micro-batch has
+// its own.
 //
 // Low latency: the first half sends and the second receives; a slot is a group. High throughput: the library has no
 // halves, so the first one forks a stream of the group and the second joins it. Rows go in chunks, so that the library's
 // buffers, which grow with the rows of a call, stay small; each chunk has a handle, which keeps the origin of rows, and
 // all slots share a group. The library waits on the host for the number of rows that a chunk brings, so a thread of the
-// group makes the calls, and XLA's thread goes on until the second half.
+// group makes the calls, and XLA's thread goes on until the second half, where it waits for a limited time.
 
 #include <optional>
 
@@ -37,28 +38,32 @@ bool takes(const ffi::AnyBuffer& buffer) {
   return type == ffi::DataType::F32 || type == ffi::DataType::BF16 || type == ffi::DataType::F8E4M3FN;
 }
 
+// A handle with low latency, destroyed after its call or where that fails. A copy is the same: work can be copied.
+typedef std::shared_ptr<HandleState> OwnedHandle;
+
 // Makes a handle over the buffer `origins`, for the routing `ids`.
-ffi::Error bind(const Open& open, Tensor* origins, Tensor* ids, Stream stream, Handle* handle) {
+ffi::Error make_handle(const Open& open, Tensor* origins, Tensor* ids, Stream stream, OwnedHandle* handle) {
   const int top_k = int(ids->sizes[1]);
   size_t needed = 0;
   if (const Result r = functions.ncclEpHandleMemSize(open.group, kRankMajor, nullptr, &needed, top_k)) {
     return error(code("ncclEpHandleMemSize", r));
   }
   if (needed > origins->sizes[0]) return error("a handle needs " + std::to_string(needed) + " bytes");
-  if (const Result r = functions.ncclEpInitHandle(handle, open.group, kRankMajor, nullptr, top_k, origins)) {
+  Handle made = nullptr;
+  if (const Result r = functions.ncclEpInitHandle(&made, open.group, kRankMajor, nullptr, top_k, origins)) {
     return error(code("ncclEpInitHandle", r));
   }
-  if (const Result r = functions.ncclEpUpdateHandle(*handle, ids, nullptr, stream)) {
+  handle->reset(made, functions.ncclEpHandleDestroy);
+  if (const Result r = functions.ncclEpUpdateHandle(made, ids, nullptr, stream)) {
     return error(code("ncclEpUpdateHandle", r));
   }
   return ffi::Error::Success();
 }
 
-// What follows a call on `handle`: the receiving half, if it only sent, and the end of the handle.
-Work completes(Handle handle, bool sent_only) {
+// What follows a call on `handle`: the receiving half, if it only sent.
+Work completes(OwnedHandle handle, bool sent_only) {
   return [handle, sent_only](Stream stream) {
-    const Result result = sent_only ? functions.ncclEpComplete(handle, nullptr, stream) : 0;
-    functions.ncclEpHandleDestroy(handle);
+    const Result result = sent_only ? functions.ncclEpComplete(handle.get(), nullptr, stream) : 0;
     return result ? error(code("ncclEpComplete", result)) : ffi::Error::Success();
   };
 }
@@ -71,19 +76,21 @@ ffi::Error finish(Open* open, Stream stream, bool halves, AllDescribed described
   return ffi::Error::Success();
 }
 
-// The halves of a call that the library makes at once, beside XLA's stream and thread.
-ffi::Error fork(Open* open, Stream stream, bool halves, AllDescribed described, Work work) {
-  if (!halves) return work(stream);
-  const Stream side = open->beside->stream;
-  if (side && !cuda("cuEventRecord", open->ready, stream)) return error("CUDA could not record an event");
-  auto made = std::make_shared<std::future<ffi::Error>>(open->beside->make([=, ready = open->ready, done = open->done] {
-    if (side && !cuda("cuStreamWaitEvent", side, ready, 0u)) return error("CUDA could not fork a stream");
+// The halves of a call that the library makes at once, beside XLA's thread; with `halves` beside its stream, too.
+// `work` owns what it reads, because it may outlive the call.
+ffi::Error fork(Open* open, Stream stream, bool halves, Work work) {
+  Beside* const beside = open->beside;
+  const bool forks = halves && beside->stream;
+  const Stream side = forks ? beside->stream : stream;
+  if (forks && !cuda("cuEventRecord", open->ready, stream)) return error("CUDA could not record an event");
+  auto made = std::make_shared<std::future<ffi::Error>>(beside->make([=, ready = open->ready, done = open->done] {
+    if (forks && !cuda("cuStreamWaitEvent", side, ready, 0u)) return error("CUDA could not fork a stream");
     if (ffi::Error e = work(side); e.failure()) return e;
-    return side && !cuda("cuEventRecord", done, side) ? error("CUDA could not record") : ffi::Error::Success();
+    return forks && !cuda("cuEventRecord", done, side) ? error("CUDA could not record") : ffi::Error::Success();
   }));
-  return finish(open, stream, halves, std::move(described), [side, made, done = open->done](Stream to) {
-    if (ffi::Error e = made->get(); e.failure()) return e;
-    return side && !cuda("cuStreamWaitEvent", to, done, 0u) ? error("CUDA could not join") : ffi::Error::Success();
+  return finish(open, stream, halves, {}, [beside, forks, made, done = open->done](Stream to) {
+    if (ffi::Error e = beside->result_of(*made); e.failure()) return e;
+    return forks && !cuda("cuStreamWaitEvent", to, done, 0u) ? error("CUDA could not join") : ffi::Error::Success();
   });
 }
 
@@ -111,9 +118,9 @@ ffi::Error dispatch_rows(Open* open, Stream stream, const Sent& sent, const Sent
     in.scales = describe(sent.payload[1]), out.scales = describe(got.payload[1]), config.recipe = kScalesForwarded;
   }
   config.send_only = send_only;
-  Handle handle = nullptr;
-  if (ffi::Error e = bind(*open, describe(origins), describe(sent.ids), stream, &handle); e.failure()) return e;
-  if (const Result r = functions.ncclEpDispatch(handle, &in, &out, &layout, &config, stream)) {
+  OwnedHandle handle;
+  if (ffi::Error e = make_handle(*open, describe(origins), describe(sent.ids), stream, &handle); e.failure()) return e;
+  if (const Result r = functions.ncclEpDispatch(handle.get(), &in, &out, &layout, &config, stream)) {
     return error(code("ncclEpDispatch", r));
   }
   return finish(open, stream, send_only, std::move(all), completes(handle, send_only));
@@ -129,15 +136,16 @@ ffi::Error dispatch_chunks(Open* open, Stream stream, const Sent& sent, const Se
     DispatchInputs in;
     DispatchOutputs out;
   };
-  AllDescribed all;
+  const auto all = std::make_shared<AllDescribed>();
   const auto describe = [&](auto... arguments) {
-    all.push_back(std::make_unique<Described>(arguments...));
-    return all.back()->get();
+    all->push_back(std::make_unique<Described>(arguments...));
+    return all->back()->get();
   };
   std::vector<Chunk> chunks;
-  open->tokens = size_t(sent.ids.dimensions()[0]);
+  const auto tokens = size_t(sent.ids.dimensions()[0]);
+  open->dispatched = true;
   for (size_t i = 0; i < open->handles.size(); ++i) {
-    const auto [first, count] = open->rows_of(i, open->tokens);
+    const auto [first, count] = open->rows_of(i, tokens);
     const size_t lines = open->received, line = i * lines;
     Chunk chunk{open->handles[i], describe(sent.ids, first, count), describe(totals, i), {}, {}};
     chunk.in.weights = describe(sent.weights, first, count), chunk.out.weights = describe(got.weights, line, lines);
@@ -150,7 +158,7 @@ ffi::Error dispatch_chunks(Open* open, Stream stream, const Sent& sent, const Se
     }
     chunks.push_back(chunk);
   }
-  return fork(open, stream, halves, std::move(all), [chunks](Stream to) {
+  return fork(open, stream, halves, [all, chunks](Stream to) {
     for (const Chunk& chunk : chunks) {
       LayoutInfo counted, numbering;
       counted.total = chunk.total;
@@ -199,40 +207,41 @@ ffi::Error combine_rows(Open* open, Stream stream, const ffi::AnyBuffer& sums, c
   CombineOutputs out;
   CombineConfig config;
   out.tokens = all[0]->get(), in.tokens = all[1]->get(), config.send_only = send_only;
-  Handle handle = nullptr;
-  if (ffi::Error e = bind(*open, all[2]->get(), all[3]->get(), stream, &handle); e.failure()) return e;
-  if (const Result r = functions.ncclEpCombine(handle, &in, &out, &config, stream)) {
+  OwnedHandle handle;
+  if (ffi::Error e = make_handle(*open, all[2]->get(), all[3]->get(), stream, &handle); e.failure()) return e;
+  if (const Result r = functions.ncclEpCombine(handle.get(), &in, &out, &config, stream)) {
     return error(code("ncclEpCombine", r));
   }
   return finish(open, stream, send_only, std::move(all), completes(handle, send_only));
 }
 
-// High throughput: sums [C, N, D], ids [t, K] -> [t, D]; the handles know the origins. A program's first combine may
-// have no dispatch before it: its ids select nothing, and the handles learn that from them.
+// High throughput: sums [C, N, D], ids [t, K] -> [t, D]; the handles know the origins. A program's first combine has no
+// dispatch before it where micro-batches overlap: its ids select nothing, and the handles learn that from them.
 ffi::Error combine_chunks(Open* open, Stream stream, const ffi::AnyBuffer& sums, const ffi::AnyBuffer& ids,
                           const ffi::AnyBuffer& result, bool halves) {
-  AllDescribed all;
+  const auto all = std::make_shared<AllDescribed>();
   std::vector<std::array<Tensor*, 3>> chunks;
-  const size_t before = std::exchange(open->tokens, size_t(ids.dimensions()[0]));
+  const auto tokens = size_t(ids.dimensions()[0]);
+  const bool is_first = !std::exchange(open->dispatched, false);
   for (size_t i = 0; i < open->handles.size(); ++i) {
-    const auto [first, count] = open->rows_of(i, open->tokens);
-    all.push_back(std::make_unique<Described>(sums, i * open->received, open->received));
-    all.push_back(std::make_unique<Described>(result, first, count));
-    all.push_back(std::make_unique<Described>(ids, first, count));
-    chunks.push_back({all[3 * i]->get(), all[3 * i + 1]->get(), all[3 * i + 2]->get()});
+    const auto [first, count] = open->rows_of(i, tokens);
+    all->push_back(std::make_unique<Described>(sums, i * open->received, open->received));
+    all->push_back(std::make_unique<Described>(result, first, count));
+    all->push_back(std::make_unique<Described>(ids, first, count));
+    chunks.push_back({all->at(3 * i)->get(), all->at(3 * i + 1)->get(), all->at(3 * i + 2)->get()});
   }
-  return fork(open, stream, halves, std::move(all), [open, chunks, is_first = before != open->tokens](Stream to) {
+  return fork(open, stream, halves, [all, chunks, is_first, handles = open->handles](Stream to) {
     for (size_t i = 0; i < chunks.size(); ++i) {
       CombineInputs in;
       CombineOutputs out;
       CombineConfig config;
       in.tokens = chunks[i][0], out.tokens = chunks[i][1];
       if (is_first) {
-        if (const Result r = functions.ncclEpUpdateHandle(open->handles[i], chunks[i][2], nullptr, to)) {
+        if (const Result r = functions.ncclEpUpdateHandle(handles[i], chunks[i][2], nullptr, to)) {
           return error(code("ncclEpUpdateHandle", r));
         }
       }
-      if (const Result r = functions.ncclEpCombine(open->handles[i], &in, &out, &config, to)) {
+      if (const Result r = functions.ncclEpCombine(handles[i], &in, &out, &config, to)) {
         return error(code("ncclEpCombine", r));
       }
     }
@@ -244,6 +253,7 @@ ffi::Error combine(Stream stream, int32_t device, ffi::AnyBuffer sums, ffi::AnyB
                    ffi::Result<ffi::AnyBuffer> result, KeyAttribute group, bool send_only) {
   Open* open = find(device, group.begin());
   if (open == nullptr || open->second) return error("there was no dispatch, or it was not completed");
+  if (const std::string why = late(*open); !why.empty() && !open->low_latency()) return error(why);
   if (!takes(sums)) return error("sums are float32 or bf16");
   open->data = {result->untyped_data(), sums.untyped_data(), origins.untyped_data(), ids.untyped_data()};
   if (open->low_latency()) return combine_rows(open, stream, sums, origins, ids, *result, send_only);
@@ -264,9 +274,8 @@ ffi::Error complete(Stream stream, int32_t device, ffi::RemainingArgs given, ffi
     }
   }
   const Work second = std::exchange(open->second, nullptr);
-  ffi::Error e = second(stream);
-  open->described.clear();
-  return e;
+  const AllDescribed described = std::exchange(open->described, {});
+  return second(stream);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.metadata
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,11 @@ PLATFORMS = ("gpu", "cuda")
 HANDLERS = ("Dispatch", "Combine", "Complete")
 TIMEOUT_SECONDS = 100.0
 """How long a rank waits for another in a call; kernels of the first call are compiled within it."""
+CALL_SECONDS = 250.0
+"""How long a program waits on the host for a call with high throughput, in which the library waits without a limit.
+
+It includes compiling kernels, and is less than the servers' watchdog has (300 s), so that the error says what waits.
+"""
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("groups.cc", "handlers.cc")]
 _HEADERS = [Path(__file__).with_name(name) for name in ("abi.h", "groups.h")]
@@ -126,7 +132,7 @@ def _handlers() -> ctypes.CDLL:
         ("unique_id", [ctypes.c_char_p]),
         ("connect", [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_bool]),
         ("late", [ctypes.POINTER(ctypes.c_int32), ctypes.c_int64]),
-        ("create_group", [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64, ctypes.c_bool]),
+        ("create_group", [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), *[ctypes.c_int64] * 2, ctypes.c_bool]),
     ):
         function = getattr(library, f"nccl_ep_{name}")
         function.argtypes, function.restype = arguments, ctypes.c_char_p
@@ -134,7 +140,7 @@ def _handlers() -> ctypes.CDLL:
 
 
 def open_library(found: Installed) -> None:
-    """Opens the libraries. Raises `NcclEpError` for one that is missing, incomplete, or older than 0.2."""
+    """Opens the libraries. Raises `NcclEpError` for one that is missing or incomplete, or too old (abi.h)."""
     for name, value in found.environment.items():
         os.environ.setdefault(name, value)
     _call("open", str(found.nccl).encode(), str(found.nccl_ep).encode())
@@ -156,8 +162,16 @@ def prepare(mesh: Mesh) -> list[tuple[int, jax.Device]]:
     return own
 
 
-def create_groups(mesh: Mesh, keys: Sequence[GroupKey], timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+def create_groups(
+    mesh: Mesh,
+    keys: Sequence[GroupKey],
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    call_seconds: float = CALL_SECONDS,
+) -> None:
     """Creates the groups that do not exist over the devices of `mesh`, whose ranks are in its order.
+
+    With low latency a rank that is silent for `timeout_seconds` is left out (`late_devices`). With high throughput a
+    program fails whose call does not return within `call_seconds`, and so do all later ones on that group.
 
     All processes must call it with the same arguments; it waits for them. Groups over as many devices in another order
     are forgotten: no program may use them any more. Raises `NcclEpError`, as `prepare` does.
@@ -175,7 +189,8 @@ def create_groups(mesh: Mesh, keys: Sequence[GroupKey], timeout_seconds: float =
         if unique is not None:
             _call("connect", ordinal, unique, len(devices), rank, on_gpu)
         for key in sorted(keys):
-            _call("create_group", ordinal, (ctypes.c_int64 * len(key))(*key), int(timeout_seconds * 1e9), on_gpu)
+            limits = int(timeout_seconds * 1e9), math.ceil(call_seconds)
+            _call("create_group", ordinal, (ctypes.c_int64 * len(key))(*key), *limits, on_gpu)
 
     with concurrent.futures.ThreadPoolExecutor(len(own)) as threads:
         for made in [threads.submit(create, *each) for each in own]:

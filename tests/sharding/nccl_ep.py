@@ -33,7 +33,7 @@ def use_stand_in(patch: pytest.MonkeyPatch) -> None:
 def create_groups(mesh: Mesh, keys: Sequence[GroupKey]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         use_stand_in(patch)
-        library.create_groups(mesh, keys, timeout_seconds=60)
+        library.create_groups(mesh, keys, timeout_seconds=60, call_seconds=60)
 
 
 def number(name: str) -> ctypes.c_int:

@@ -19,6 +19,7 @@ from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
 from dsv3.engine.communication import Communication
 from sharding.experts.capacity import expected_rows
+from sharding.experts.library_hop import LibraryHop
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap
@@ -28,9 +29,6 @@ from tools.plan.roofline import TRANSFER_S, wire_rows
 
 STAND_IN = "all_to_all"
 Mode = Literal["low latency", "high throughput"]
-
-MOST_LOW_LATENCY = 128
-"""Tokens of a device up to which the library's paper uses its low-latency kernels (arXiv:2603.13606)."""
 
 GPUS_PER_NODE, TOKENS, EXPERTS_PER_TOKEN, SUM_BYTES = 8, 128, 8, 14_336
 """The shape of all low-latency figures: 7,168 channels; rows of 14,336 bytes in bfloat16."""
@@ -61,8 +59,8 @@ LOW_LATENCY_LINKS = 360e9, 50e9
 """The same of the H100 with the low-latency figures."""
 
 KNOWN_ERRORS = (
-    "NCCL EP, low latency: published for at most 64 GPUs; the line through its figures is within 8 % of DeepEP's "
-    "figures for 16 to 256; users report it as 1 to 15 % slower than DeepEP",
+    "NCCL EP, low latency: published for 128 tokens and at most 64 GPUs; the line through its figures is within 8 % of "
+    "DeepEP's figures for 16 to 256; users report it as 1 to 15 % slower than DeepEP",
     "NCCL EP, high throughput: DeepEP's figures for 4,096 tokens and 24 multiprocessors, since none of the library's "
     "on Hopper is published; it takes 16, and fewer tokens in a call where its buffers would be too large",
 )
@@ -157,21 +155,37 @@ def stand_in(deployment: Deployment) -> Deployment:
 
 def buffer_bytes(model: ModelConfig, deployment: Deployment, programs: Sequence[ForwardProgram]) -> int:
     """Returns the bytes of the library's buffers on a device, 0 where the deployment does not use it."""
+    communication = _communication(model, deployment)
+    return 0 if communication is None else communication.library_bytes(programs)
+
+
+def exchange(
+    model: ModelConfig, deployment: Deployment, tokens: int, bucket: int | None = None
+) -> LibraryExchange | None:
+    """Returns the exchange of `tokens` of a rank, in the mode that a server takes for `bucket` tokens.
+
+    The bucket is by default as many. Returns None where the deployment does not use the library, or the library takes
+    the bucket in neither mode.
+    """
+    communication = _communication(model, deployment)
+    if communication is None:
+        return None
+    hop = next((h for h in communication.draft_transport(bucket or tokens).hops if isinstance(h, LibraryHop)), None)
+    if hop is None:
+        return None
+    mode: Mode = "high throughput" if hop.chunk else "low latency"
+    mine = -(-tokens // deployment.tensor_parallel)
+    return LibraryExchange(mode, *(_transfer(model, deployment, mine, role, mode) for role in (0, 1)))
+
+
+def _communication(model: ModelConfig, deployment: Deployment) -> Communication | None:
+    """Returns how a server of the deployment sends rows; None where that is not by the library."""
     if deployment.expert_transport != NCCL_EP or deployment.devices == 1 or not deployment.expert_parallel:
-        return 0
+        return None
     machine = Machine(deployment.nodes, deployment.gpus_per_node)
     replicas, fp8 = model.n_routed_experts + deployment.redundant_experts, model.fp8 is not None
     kind, shards = TransportKind.NCCL_EP, deployment.tensor_parallel
-    return Communication(model, machine, replicas, shards, Overlap.HOOKS, kind, fp8, 2).library_bytes(programs)
-
-
-def exchange(model: ModelConfig, deployment: Deployment, tokens: int) -> LibraryExchange | None:
-    """Returns the exchange of `tokens` of a rank; None where the deployment does not use the library."""
-    if deployment.expert_transport != NCCL_EP or deployment.devices == 1 or not deployment.expert_parallel:
-        return None
-    mine = -(-tokens // deployment.tensor_parallel)
-    mode: Mode = "low latency" if mine <= MOST_LOW_LATENCY else "high throughput"
-    return LibraryExchange(mode, *(_transfer(model, deployment, mine, role, mode) for role in (0, 1)))
+    return Communication(model, machine, replicas, shards, Overlap.HOOKS, kind, fp8, 2)
 
 
 def _transfer(model: ModelConfig, deployment: Deployment, tokens: int, role: int, mode: Mode) -> LibraryTransfer:

@@ -34,7 +34,8 @@ class SimulatedProgram:
         """Returns the seconds of a step, host included, of `size` tokens per rank that attend to `keys` keys each."""
         share = size / self._compiled.run.tokens
         found = [_scaled(each, share) for each in self._found]
-        library = nccl_ep.exchange(self._planned.model, self._planned.deployment, size // self._batches)
+        sent, bucket = size // self._batches, self._compiled.run.tokens // self._batches
+        library = nccl_ep.exchange(self._planned.model, self._planned.deployment, sent, bucket)
         transfers = None if library is None else library.seconds
         stages = self._stages(size, keys)
         return ScheduleSimulator(self._module, found, stages, self._rates, transfers).simulate().step + HOST_S

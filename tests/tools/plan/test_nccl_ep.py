@@ -8,8 +8,11 @@ import pytest
 from benchmarks.plan_published import five_stage_layer
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144, H200, H800, NODE_8XH200, PREFILL_EP32
+from sharding.experts.library_hop import LibraryHop
 from sharding.experts.ragged import Ragged
 from sharding.experts.traffic import LayerRows
+from sharding.experts.transport import build
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap
 from tests.tools.plan.test_timeline import EXPERTS, program
@@ -81,6 +84,19 @@ def test_high_throughput_rows_cross_to_a_node_once() -> None:
     nodes = 4 * (1 - (3 / 4) ** 8)
     assert found.cross_bytes == pytest.approx(8192 * 3 / 4 * nodes * (dispatch + combine), rel=1e-6)
     assert found.dispatch.seconds == pytest.approx(8192 * nodes * dispatch / 58e9 + roofline.TRANSFER_S)
+
+
+def test_a_plan_takes_the_mode_that_a_server_takes() -> None:
+    """From 2,048 tokens on calls have high throughput; where its buffers are too large, neither is planned."""
+    machine = Machine(NODE_8XH200.nodes, NODE_8XH200.gpus_per_node)
+    for tokens, mode, chunk in ((1024, "low latency", 0), (2048, "high throughput", 2048)):
+        rows = LayerRows.from_widths(tokens, 8, DEEPSEEK_V3.hidden_size, fp8_dispatch=True)
+        (hop,) = build(TransportKind.NCCL_EP, machine, DEEPSEEK_V3.n_routed_experts, rows).hops
+        assert isinstance(hop, LibraryHop)
+        assert (exchange(NODE_8XH200, tokens).mode, hop.chunk) == (mode, chunk)
+        part = nccl_ep.exchange(DEEPSEEK_V3, by_library(NODE_8XH200), 48, tokens)
+        assert part is not None and part.mode == mode and part.node_bytes == exchange(NODE_8XH200, 48).node_bytes
+    assert nccl_ep.exchange(DEEPSEEK_V3, by_library(DECODE_EP144), 512) is None
 
 
 @pytest.mark.aot

@@ -27,7 +27,6 @@ from dsv3.config.options import EngineOptions
 from dsv3.engine import tuning
 from dsv3.engine.engine import Engine
 from dsv3.model.params import Params, abstract
-from tests.dsv3.model.test_deepseek_v4_needle import LOST
 from training import corpus
 
 ROOT = Path(__file__).parents[2]
@@ -88,21 +87,17 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("cpu_step", "--rows 1 --dtypes float32 --rounds 1 --seconds 0.01", {}),
     ("cpu_step", "--types bundled --rows 1 --prompt 64 --rounds 1 --seconds 0.01", {}),
-    ("cpu_step", "--routed_experts --rows 1 --prompt 64 --rounds 1 --seconds 0.01", {}),
     ("cpu_step", "--batch_invariant bundled --rows 1 --prompt 64 --rounds 1 --seconds 0.01", {}),
     ("engine_host", "--running 2 --steps 2", {"MAX_NUM_BATCHED_TOKENS": 64}),
     ("engine_host", "--drafts 1 --running 4 --steps 2 --rounds 1", {}),
-    ("engine_host", "--routed_experts --running 1 --steps 2 --rounds 1", {"MAX_NUM_BATCHED_TOKENS": 64}),
     ("eplb", "", {"ROUNDS": 1, "LAYERS": 2}),
     ("eplb", "--live", {"INTERVAL": 16, "WINDOW_STEPS": 16, "ROWS": 1}),
-    ("expert_parallel", "", {}),
     ("first_start", "--wake", {"LLM": SMALL_LLM, "ROUNDS": 1, "_RESTART": "pass"}),
     ("front", "--streams=8 --rate=5 --seconds=1", {}),
     ("hostile", "--seconds 0.3 --only none", {}),
     ("kv_tiers", "--rounds 1 --values 4 --directory {tmp}", {"VALUE_BYTES": 2**16}),
     ("launches", "--save {tmp}/step.hlo", {"compiled_step": lambda: COMPILED_TEXT}),
     ("needle", "--ratio 4 --tokens 300 --chunk 64", {}),
-    ("needle", "--wrong --ratio 4 --tokens 300 --chunk 64", {"LOST": LOST[1:2]}),
     ("precision", "--tokens 16", {"MODULES": ("bisect",), "SETTINGS": (("float32", "float32"),)}),
     ("precision", "--int4", {"HIDDEN": 256, "INNER": 256}),
     ("routers", "--requests 2 --clients 0", {}),

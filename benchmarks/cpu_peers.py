@@ -45,7 +45,7 @@ import numpy as np
 
 from benchmarks.cpu_step import COPIED_BYTES, RANDOM, Copy, timed, weight_bytes
 from benchmarks.instances import free_port, is_healthy, running
-from benchmarks.record import ROOT, Report, run, spread
+from benchmarks.record import ROOT, Report, parser_of, run, spread
 from dsv3.checkpoint import save_hf
 from dsv3.checkpoint.quantize import quantize_stack_shapes
 from dsv3.config.hugging_face import load_config
@@ -218,7 +218,7 @@ def greedy(report: Report, arguments: argparse.Namespace) -> None:
 
 
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--make", type=Path)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--model", type=Path, default=bundled_model())

@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.record import Cell, Report, run, spread
+from benchmarks.record import Cell, Report, parser_of, run, spread
 from dsv3.checkpoint import load_params
 from dsv3.checkpoint.quantize import quantize_stack
 from dsv3.checkpoint.reader import aligned_empty
@@ -229,16 +229,14 @@ def timed(call: Callable[[], None], times: int) -> tuple[float, float]:
 
 
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", choices=("bundled", "random"), default="bundled")
     parser.add_argument("--types", nargs="+", metavar="MODEL", help="compare float32 and bfloat16 for these models")
     parser.add_argument("--batch_invariant", nargs="+", metavar="MODEL", help="measure that option for these models")
-    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dtypes", nargs="+", default=[*TYPES], help="or fp8")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 16])
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--context", type=int, default=192)
-    parser.add_argument("--rounds", type=int, default=7)
+    for name, value in (("layers", 4), ("prompt", 512), ("context", 192), ("rounds", 7)):
+        parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--seconds", type=float, default=0.2, help="of each step in a round")
     arguments = parser.parse_args()
     columns = ["model", "MB per token", *(f"{n} at once" for n in arguments.rows), f"prompt of {arguments.prompt}"]

@@ -18,7 +18,6 @@ encoding a step's results for several API servers takes.
 `--running` requests, or of the decode unit.
 """
 
-import argparse
 import gc
 import itertools
 import statistics
@@ -30,7 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from benchmarks.record import Report, run, spread
+from benchmarks.engines import check_programs
+from benchmarks.record import Report, arguments, run, spread
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import ModelConfig
 from dsv3.engine.cluster import messages
@@ -123,7 +123,7 @@ def time_steps(engine: Engine, running: int, steps: int) -> dict[str, np.ndarray
         whole[i], host[i] = time.perf_counter() - started, engine.host_time.total - before
         cpu[i] = time.thread_time() - cpu_started
         assert len(outputs) == running
-    assert engine.stats().recompilations == 0
+    check_programs(engine)
     return {HOST: host * 1e6, WHOLE: whole * 1e6, THREAD: cpu * 1e6}
 
 
@@ -248,14 +248,7 @@ def compare_drafts(report: Report, drafts: int, layout: dict[str, int], steps: i
 
 
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--running", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--rounds", type=int, default=5, help="of turns")
-    parser.add_argument("--unit", action="store_true", help="the decode unit of 144 ranks, without devices")
-    parser.add_argument("--churn", type=int, default=0, help="requests that end and arrive in each step of --unit")
-    parser.add_argument("--drafts", type=int, default=0, help="per row, against none in turns")
-    args = parser.parse_args()
+    args = arguments(__doc__, running=128, steps=2000, rounds=5, unit=False, churn=0, drafts=0)
     if args.drafts:
         layout = {} if args.unit else {"ranks": 1, "rows": args.running, "nodes": 1}
         compare_drafts(report, args.drafts, layout, min(args.steps, 40), args.rounds)

@@ -9,7 +9,6 @@ memory of all the server's processes rose, and how often the honest client faile
 keep `GOAL`.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import http.client
@@ -26,7 +25,7 @@ import httpx
 import psutil
 
 from benchmarks.attacks import ATTACKS, attack, rotate
-from benchmarks.record import Cell, Report, run
+from benchmarks.record import Cell, Report, arguments, run
 from tests.dsv3.server import serving
 from tests.dsv3.text import tiny
 
@@ -196,14 +195,11 @@ def percentiles(values: list[float]) -> list[float]:
 
 
 def main(report: Report) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--only", default="")
-    arguments = parser.parse_args()
+    given = arguments(__doc__, seconds=10.0, only="")
     columns = ["attack", "made", "worst gap of a stream (s)", "/health p50 (ms)", "p99 (ms)", "worst (ms)",
                "memory (MiB)", "failed", "keeps the goal"]  # fmt: skip
-    names = (name for name in (_NONE, *ATTACKS) if arguments.only in name)
-    table = report.table("Attacks", columns, (_attacked(name, arguments.seconds) for name in names))
+    names = (name for name in (_NONE, *ATTACKS) if given.only in name)
+    table = report.table("Attacks", columns, (_attacked(name, given.seconds) for name in names))
     return 0 if all(row[-1] == "yes" for row in table.rows) else 1
 
 

@@ -8,12 +8,12 @@ prompt in chunks, in float32, and answers with one token: the needle, if the rul
 `tests/dsv3/model/test_deepseek_v4_needle.py` shows that each wrong rule loses it.
 """
 
-import argparse
 import time
 
 import jax.numpy as jnp
 
-from benchmarks.record import Cell, Report, run
+from benchmarks.engines import answer
+from benchmarks.record import Cell, Report, parser_of, run
 from dsv3 import SamplingParams
 from dsv3.config.engine import EngineConfig, pages_for
 from dsv3.config.model import ModelConfig
@@ -22,21 +22,20 @@ from dsv3.engine.engine import Engine
 from dsv3.engine.functions import in_full_precision, model_functions
 from dsv3.kv_cache.layout import window_pages, window_size
 from dsv3.model import Params
-from dsv3.scheduler.request import EngineRequest
 from tests.dsv3.model import deepseek_v4_needle as needle
 
 
 def main(report: Report) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--ratio", type=lambda text: [int(ratio) for ratio in text.split(",")], default=[*needle.PLACES]
     )
     parser.add_argument("--tokens", type=int, default=300_000)
     parser.add_argument("--chunk", type=int, default=4096)
-    arguments = parser.parse_args()
-    asked = arguments.tokens // needle.WINDOW * needle.WINDOW + needle.ASKED % needle.WINDOW
+    given = parser.parse_args()
+    asked = given.tokens // needle.WINDOW * needle.WINDOW + needle.ASKED % needle.WINDOW
     columns = ["entries of so many tokens", "prompt (tokens)", "needle at", "found", "prompt (s)", "tokens/s"]
-    rows = [_row(ratio, asked, arguments.chunk) for ratio in arguments.ratio]
+    rows = [_row(ratio, asked, given.chunk) for ratio in given.ratio]
     report.table("A needle in a long prompt", columns, rows)
     return 0 if all(found == "yes" for _, _, _, found, *_ in rows) else 1
 
@@ -44,20 +43,11 @@ def main(report: Report) -> int:
 def _row(ratio: int, asked: int, chunk: int) -> list[Cell]:
     prompt = needle.prompt(ratio, "far", asked)[: asked + 1].tolist()
     engine = _engine(needle.params(ratio, asked), needle.config(ratio), asked, chunk)
-    started = time.perf_counter()
-    answer = _answer(engine, prompt)
+    sampling, started = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), time.perf_counter()
+    [tokens] = answer(engine, [prompt], sampling).tokens
     seconds = time.perf_counter() - started
-    found = "yes" if answer == [needle.NEEDLE] else f"no: {answer}"
+    found = "yes" if tokens == [needle.NEEDLE] else f"no: {tokens}"
     return [ratio, len(prompt), needle.PLACES[ratio], found, seconds, len(prompt) / seconds]
-
-
-def _answer(engine: Engine, prompt: list[int]) -> list[int]:
-    params, answer = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), list[int]()
-    engine.add(EngineRequest(request_id=0, prompt_token_ids=prompt, sampling=params))
-    while engine.has_work:
-        for output in engine.step():
-            answer += output.token_ids
-    return answer
 
 
 def _engine(params: Params, cfg: ModelConfig, asked: int, chunk: int) -> Engine:

@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks.hostile import Felt, Siege, memory, percentiles
 from benchmarks.hostile import problems as problems_of
-from benchmarks.record import Cell, Report, run
+from benchmarks.record import Cell, Report, parser_of, run
 
 _SAMPLE_S = 5.0
 _SPARE_DESCRIPTORS = (
@@ -54,7 +54,7 @@ class Totals:
 
 
 def main(report: Report) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--api_key")
     parser.add_argument("--clients", type=int, default=64, help="concurrent streaming clients")

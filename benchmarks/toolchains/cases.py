@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.experimental import serialize_executable
 
 from benchmarks.gpu import mla, triton_kernels
+from benchmarks.gpu.children import Program, program_of
 from configs.bundled import MODEL
 from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
 from configs.deepseek_v3 import DEEPSEEK_V3
@@ -45,8 +46,6 @@ from pallas_kernels.triton.resources import kernel_resources as triton_resources
 from tools.plan.deployment import Deployment
 from tools.plan.programs import abstract_params
 
-type Program = tuple[str, Callable[..., Any], tuple[Any, ...]]
-"""A name, a function, and the shapes of its arguments."""
 MODELS = {
     "bundled": MODEL,
     "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
@@ -58,8 +57,6 @@ MODELS = {
 """One of each family whose steps hold other kernels: V3.2 has sparse attention and FP8 pages, Kimi INT4 experts."""
 TRITON_GPUS = ("A100", "L40S", "B200")
 _SYMBOLS = "MOSAIC_GPU_RUNTIME_LIB_PATH"
-_DECODE = re.compile(r"decode (\d+) \| (\d+) \| \d+ \| \w+(.*), 1 waves")
-"""A case of `mla.programs`, whose lengths matter to no kernel."""
 _TOOL_SECONDS = 120
 _SAID = 300
 
@@ -117,16 +114,13 @@ def _row(case: str, kernel: aot.KernelResources) -> Row:
 
 def _mosaic_programs() -> Iterator[Program]:
     """Yields attention, products, rows and sparse attention: each kernel, with each of its plans that spilled once."""
-    for name, fn, arguments in mla.programs():
-        if not name.endswith("2 waves"):  # another schedule for the same kernel
-            yield re.sub(_DECODE, r"decode, \1 heads, \2 queries\3", name), fn, arguments
+    yield from mla.programs()
     prefill_of = functools.partial(mla_prefill, scale=0.1, backend=Backend.MOSAIC)
     for heads, keys, values in ((20, 256, 256), (32, 128, 128)):
         yield f"prefill, heads of {keys}", prefill_of, (*(array(4096, heads, w) for w in (keys, keys, values)), ints(9))
     yield "prefill to top-k keys", *_chosen()
     for table, case in _products():
-        call = functools.partial(case.call, backend=Backend.MOSAIC)
-        yield f"{table}, {case.name}", call, (jax.eval_shape(case.operands, jax.random.key(0)), ints())
+        yield f"{table}, {case.name}", *program_of(case)
     layer = functools.partial(layer_gemm, backend=Backend.MOSAIC)
     for rows in (16, 4096):
         yield f"plain, {rows} x 2112 x 7168", layer, (array(rows, 7168), array(4, 2112, 7168), ints())

@@ -32,7 +32,6 @@ import shlex
 import shutil
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import takewhile
@@ -44,8 +43,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cpu_step import COPIED_BYTES, RANDOM, Copy, timed, weight_bytes
-from benchmarks.instances import free_port, is_healthy, running
-from benchmarks.record import ROOT, Report, parser_of, run, spread
+from benchmarks.instances import SERVE, serving
+from benchmarks.record import Report, parser_of, run, spread
 from dsv3.checkpoint import save_hf
 from dsv3.checkpoint.quantize import quantize_stack_shapes
 from dsv3.config.hugging_face import load_config
@@ -121,8 +120,7 @@ def make(directory: Path, layers: int) -> None:
 
 def servers(arguments: argparse.Namespace) -> list[Server]:
     """Returns the servers to compare, ours first."""
-    python = (sys.executable, "-m", "launch.serve", f"--model={arguments.model}", *LIMITS,
-              f"--max_model_len={arguments.long + 512}", "--host=127.0.0.1")  # fmt: skip
+    python = (*SERVE, f"--model={arguments.model}", *LIMITS, f"--max_model_len={arguments.long + 512}")
     ours = [
         Server(f"ours {dtype}", (*python, *FORMATS.get(dtype, (f"--dtype={dtype}",)))) for dtype in arguments.dtypes
     ]
@@ -134,16 +132,6 @@ def servers(arguments: argparse.Namespace) -> list[Server]:
         for gguf in arguments.gguf
         for setting in arguments.llama_settings
     ]
-
-
-@contextlib.contextmanager
-def serving(server: Server) -> Iterator[str]:
-    """Starts a server on a free port, waits until it is healthy, and yields its address."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    with running((*server.command, "--port", str(port)), partial(is_healthy, url), environment=environment):
-        yield url
 
 
 @contextlib.contextmanager
@@ -204,8 +192,8 @@ def greedy(report: Report, arguments: argparse.Namespace) -> None:
     options = {"temperature": 0, "top_k": 1, "return_tokens": True, "ignore_eos": True, "n_predict": 32}
     command = (str(arguments.llama_server), "--model", str(arguments.gguf[0]), "--flash-attn", "off", "--no-webui",
                "--threads", str(os.cpu_count()), "--ctx-size", "2048", "--host", "127.0.0.1")  # fmt: skip
-    with serving(Server("llama.cpp", command)) as url:
-        answers = [httpx.post(f"{url}/completion", json=options | {"prompt": p}, timeout=300) for p in prompts]
+    with serving(command=command) as server:
+        answers = [httpx.post(f"{server.url}/completion", json=options | {"prompt": p}, timeout=300) for p in prompts]
         theirs = [answer.raise_for_status().json()["tokens"] for answer in answers]
     llm = LLM(arguments.model, dtype="float32", max_model_len=512, progress=False)
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
@@ -246,7 +234,7 @@ def main(report: Report) -> None:
 def peers(arguments: argparse.Namespace, vocab_size: int, stack: contextlib.ExitStack) -> Iterator[Peer]:
     """Starts the peers, ours first; `stack` ends them."""
     for server in servers(arguments):
-        yield Peer(server.name, partial(served, stack.enter_context(serving(server)), vocab_size))
+        yield Peer(server.name, partial(served, stack.enter_context(serving(command=server.command)).url, vocab_size))
     if arguments.transformers_python:
         for dtype in (each for each in arguments.dtypes if each not in FORMATS):
             generate = stack.enter_context(generating(arguments.transformers_python, arguments.model, dtype))

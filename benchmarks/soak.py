@@ -23,6 +23,7 @@ import time
 import httpx
 import psutil
 
+from benchmarks.attacks import ATTACKS
 from benchmarks.hostile import Felt, Siege, memory, percentiles
 from benchmarks.hostile import problems as problems_of
 from benchmarks.record import Cell, Report, parser_of, run
@@ -76,7 +77,7 @@ async def _soak(report: Report, given: argparse.Namespace) -> int:
     async with httpx.AsyncClient(base_url=given.url, headers=headers, timeout=120, limits=limits) as client:
         _look(tally, given.server_pid)
         sampler = asyncio.create_task(_sample(client, tally, started, given.server_pid))
-        attacks = (httpx.URL(given.url).port, given.seconds, given.attack_seconds, given.attack)
+        attacks = (httpx.URL(given.url).port, given.seconds, given.attack_seconds, given.attack or list(ATTACKS))
         siege = Siege(*attacks) if given.hostile else None
         try:
             await asyncio.gather(*(_client(client, tally, i, started, given) for i in range(given.clients)))

@@ -1,6 +1,6 @@
 """Reads the main loops of the kernels from their machine code, and says in a model what binds them. No GPU is needed.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.gpu.machine_code [--only decode] [--multiprocessors 78]
+    JAX_PLATFORMS=cpu python -m benchmarks.gpu.machine_code [--only decode|dense] [--multiprocessors 78]
 
 Compiles each kernel at production shapes for sm_90a, disassembles it (ptxas and nvdisasm of the `aot` extra) and
 reports for each main loop: instructions by class, stall counts, registers, shared memory, arrivals, bounds by resource,
@@ -10,7 +10,6 @@ and FlashAttention-3, made the same way (`sass/others.json` says from what).
 Nothing here is a measured time. docs/performance/machine_code.md says what the figures mean.
 """
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.gpu.sass import ceilings, counts, disassembly, kernels, loops, model
-from benchmarks.record import Cell, Report, run
+from benchmarks.record import Cell, Report, arguments, run
 from pallas_kernels import aot
 from pallas_kernels.checks.attention import LATENT
 from pallas_kernels.mosaic import NUM_SMS
@@ -86,12 +85,7 @@ class Reading:
 
 
 def main(report: Report) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="kernels whose name contains this, or one of these: A|B")
-    parser.add_argument("--multiprocessors", type=int, default=NUM_SMS, help="that kernels take: 78 of an H20")
-    args = parser.parse_args()
-    if args.multiprocessors < 1:
-        parser.error(f"--multiprocessors {args.multiprocessors}: at least 1")
+    args = arguments(__doc__, only="", multiprocessors=NUM_SMS)
     chosen = [kernel for kernel in kernels.kernels() if any(each in kernel.name for each in args.only.split("|"))]
     if not chosen:
         print(f"no kernel is called {args.only!r}: {[kernel.name for kernel in kernels.kernels()]}", file=sys.stderr)

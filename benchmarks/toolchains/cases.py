@@ -6,7 +6,6 @@ Prints one JSON object per line: {"case", "passed", "says", "figures"}. A spill 
 Exits with 0 if all passed, 1 if some failed, 2 if nothing can be compiled here.
 """
 
-import argparse
 import ctypes
 import dataclasses
 import functools
@@ -26,6 +25,8 @@ from jax.experimental import serialize_executable
 
 from benchmarks.gpu import mla, triton_kernels
 from benchmarks.gpu.children import Program, program_of
+from benchmarks.gpu.sass.kernels import prefill_topk
+from benchmarks.record import parser_of
 from configs.bundled import MODEL
 from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
 from configs.deepseek_v3 import DEEPSEEK_V3
@@ -41,7 +42,7 @@ from pallas_kernels.backend import Backend, resolve_backend
 from pallas_kernels.checks import Case, Row, experts, products
 from pallas_kernels.checks.rows import quantize_case
 from pallas_kernels.dense import layer_gemm
-from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, mla_prefill_topk, write_pages
+from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, write_pages
 from pallas_kernels.triton.resources import kernel_resources as triton_resources
 from tools.plan.deployment import Deployment
 from tools.plan.programs import abstract_params
@@ -70,7 +71,7 @@ ints = functools.partial(array, dtype=jnp.int32)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("part", choices=PARTS)
     part = parser.parse_args(arguments).part
     toolchain.prefer_own_ptxas()
@@ -118,7 +119,7 @@ def _mosaic_programs() -> Iterator[Program]:
     prefill_of = functools.partial(mla_prefill, scale=0.1, backend=Backend.MOSAIC)
     for heads, keys, values in ((20, 256, 256), (32, 128, 128)):
         yield f"prefill, heads of {keys}", prefill_of, (*(array(4096, heads, w) for w in (keys, keys, values)), ints(9))
-    yield "prefill to top-k keys", *_chosen()
+    yield "prefill to top-k keys", *prefill_topk().program()
     for table, case in _products():
         yield f"{table}, {case.name}", *program_of(case)
     layer = functools.partial(layer_gemm, backend=Backend.MOSAIC)
@@ -142,17 +143,6 @@ def _products() -> Iterator[tuple[str, Case]]:
         yield "heads", products.head_case(m, 128, 128, 512, transposed=transposed)
     for m in (64, 4096):
         yield "router", products.router_case(m, 256, 7168)
-
-
-def _chosen() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    T, K, H = 4096, 12288, 128
-
-    def attend(q, k, v, shared, bits, starts, ends):
-        how = {"scale": 0.1, "shared_key": shared, "backend": Backend.MOSAIC}
-        return mla_prefill_topk(q, k, v, bits, starts, ends, **how)
-
-    arrays = (array(T, H, 192), array(K, H, 128), array(K, H, 128), array(K, 64))
-    return attend, (*arrays, ints(K // 32, T), ints(T), ints(T))
 
 
 def _sparse(dtype: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -39,8 +39,8 @@ SPLITS = tuple((waves, overhead) for waves in (1, 2) for overhead in (1, 3, REQU
 """How a decode step is cut into parts: (blocks per multiprocessor, one after the other; overhead of a request)."""
 PREFILL_TILES = ((128, 2), (64, 4), (64, 2))
 """(keys of a step, blocks in shared memory), the default first."""
-TUNED = [Decode(h, 1, n, variable) for n, variable in ((4096, False), (8192, True), (32768, False)) for h in (128, 16)]
-"""The shapes whose split is tuned."""
+TUNED = [Decode(heads, 1, 8192, variable=True) for heads in (128, 16)]
+"""The shapes whose split is tuned: requests of unequal lengths."""
 _HALF = 128  # values of a head's own keys, and of its values
 type Make = Callable[[], Case]
 

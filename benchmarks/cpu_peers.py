@@ -80,15 +80,7 @@ Generate = Callable[[np.ndarray, int], float]
 
 
 @dataclasses.dataclass(frozen=True)
-class Server:
-    """A server to start: its name in the tables, and its command without the port."""
-
-    name: str
-    command: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
+class Load:
     """What is measured at once: requests in flight, tokens of a prompt and of an answer, and how many times.
 
     `first` asks for the time to the first token, not for the tokens per second.
@@ -101,12 +93,8 @@ class Cell:
     first: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Peer:
-    """A peer that runs: its name in the tables, and what measures a cell with a seed."""
-
-    name: str
-    measure: Callable[[Cell, int], float]
+type Measure = Callable[[Load, int], float]
+"""Takes a load and a seed."""
 
 
 def make(directory: Path, layers: int) -> None:
@@ -118,20 +106,18 @@ def make(directory: Path, layers: int) -> None:
         shutil.copy(bundled_model() / name, directory / name)
 
 
-def servers(arguments: argparse.Namespace) -> list[Server]:
-    """Returns the servers to compare, ours first."""
+def servers(arguments: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    """Returns the commands of the servers to compare without the port, by their names in the tables, ours first."""
     python = (*SERVE, f"--model={arguments.model}", *LIMITS, f"--max_model_len={arguments.long + 512}")
-    ours = [
-        Server(f"ours {dtype}", (*python, *FORMATS.get(dtype, (f"--dtype={dtype}",)))) for dtype in arguments.dtypes
-    ]
+    ours = {f"ours {dtype}": (*python, *FORMATS.get(dtype, (f"--dtype={dtype}",))) for dtype in arguments.dtypes}
     context = 16 * (arguments.long + 512)
     llama = (str(arguments.llama_server), "--parallel", "16", "--ctx-size", str(context), "--cache-ram", "0",
              "--no-webui", "--host", "127.0.0.1")  # fmt: skip
-    return ours + [
-        Server(f"llama.cpp {gguf.stem} {setting}".strip(), (*llama, *shlex.split(setting), "--model", str(gguf)))
+    return ours | {
+        f"llama.cpp {gguf.stem} {setting}".strip(): (*llama, *shlex.split(setting), "--model", str(gguf))
         for gguf in arguments.gguf
         for setting in arguments.llama_settings
-    ]
+    }
 
 
 @contextlib.contextmanager
@@ -153,7 +139,7 @@ def generating(python: Path, model: Path, dtype: str) -> Iterator[Generate]:
         yield generate
 
 
-def served(url: str, vocab_size: int, cell: Cell, seed: int) -> float:
+def served(url: str, vocab_size: int, cell: Load, seed: int) -> float:
     """Returns output tokens per second, or one over the time to the first token in seconds; medians over the requests.
 
     Tokens count over the whole request: a busy server sends several at once, and gaps between them say little.
@@ -175,7 +161,7 @@ def served(url: str, vocab_size: int, cell: Cell, seed: int) -> float:
     return cell.requests * cell.answer * 1e3 / report["e2e_ms"]["p50"]
 
 
-def generated(generate: Generate, vocab_size: int, cell: Cell, seed: int) -> float:
+def generated(generate: Generate, vocab_size: int, cell: Load, seed: int) -> float:
     """Returns the same of transformers, whose prompts are other random tokens."""
     rng = np.random.default_rng(seed)
     answer = 1 if cell.first else cell.answer
@@ -231,31 +217,34 @@ def main(report: Report) -> None:
     (greedy if arguments.greedy else compare)(report, arguments)
 
 
-def peers(arguments: argparse.Namespace, vocab_size: int, stack: contextlib.ExitStack) -> Iterator[Peer]:
+def peers(arguments: argparse.Namespace, vocab_size: int, stack: contextlib.ExitStack) -> dict[str, Measure]:
     """Starts the peers, ours first; `stack` ends them."""
-    for server in servers(arguments):
-        yield Peer(server.name, partial(served, stack.enter_context(serving(command=server.command)).url, vocab_size))
-    if arguments.transformers_python:
-        for dtype in (each for each in arguments.dtypes if each not in FORMATS):
+    found: dict[str, Measure] = {
+        name: partial(served, stack.enter_context(serving(command=command)).url, vocab_size)
+        for name, command in servers(arguments).items()
+    }
+    for dtype in arguments.dtypes if arguments.transformers_python else ():
+        if dtype not in FORMATS:
             generate = stack.enter_context(generating(arguments.transformers_python, arguments.model, dtype))
-            yield Peer(f"transformers {dtype}", partial(generated, generate, vocab_size))
+            found[f"transformers {dtype}"] = partial(generated, generate, vocab_size)
+    return found
 
 
 def compare(report: Report, arguments: argparse.Namespace) -> None:
     """Runs all rounds and reports speeds, ratios, and shares of the memory's speed."""
     cfg = load_config(arguments.model)
-    cells = [Cell(n, arguments.tokens, arguments.tokens, arguments.repeats) for n in arguments.requests]
-    cells.append(Cell(1, arguments.long, 2, 2, first=True))
+    cells = [Load(n, arguments.tokens, arguments.tokens, arguments.repeats) for n in arguments.requests]
+    cells.append(Load(1, arguments.long, 2, 2, first=True))
     with contextlib.ExitStack() as stack:
-        all_peers = list(peers(arguments, cfg.vocab_size, stack))
-        for peer in all_peers:  # what is slow once: pages of memory that are new
-            peer.measure(cells[0], arguments.rounds)
-        copies, figures = [], np.zeros((arguments.rounds, len(all_peers), len(cells)))
+        measures = peers(arguments, cfg.vocab_size, stack)
+        for measure in measures.values():  # what is slow once: pages of memory that are new
+            measure(cells[0], arguments.rounds)
+        copies, figures = [], np.zeros((arguments.rounds, len(measures), len(cells)))
         for r in range(arguments.rounds):
             copies.append(timed(Copy(), 3)[0])
             for c, cell in enumerate(cells):
-                figures[r, :, c] = [peer.measure(cell, r * len(cells) + c) for peer in all_peers]
-    middle, names = np.median(figures, axis=0), [peer.name for peer in all_peers]
+                figures[r, :, c] = [measure(cell, r * len(cells) + c) for measure in measures.values()]
+    middle, names = np.median(figures, axis=0), list(measures)
     titles = [f"{n} at once" for n in arguments.requests]
     speeds = [f"{title} (tokens/s)" for title in titles] + [f"first of {arguments.long} (ms)"]
     lines = ([name, *each[:-1], 1e3 / each[-1]] for name, each in zip(names, middle, strict=True))

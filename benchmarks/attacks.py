@@ -189,11 +189,6 @@ ATTACKS: dict[str, Callable[[int, float], int]] = {
 }
 
 
-def attack(name: str, port: int, seconds: float, results: Any) -> None:
-    """Makes one attack again and again, on two threads, and puts how often; runs in a process of its own."""
-    results.put(_make(name, port, seconds))
-
-
 def rotate(names: list[str], port: int, seconds: float, each_s: float, results: Any) -> None:
     """Makes one attack after the other, round and round, and puts how often each; runs in a process of its own."""
     until, counts = time.monotonic() + seconds, dict.fromkeys(names, 0)

@@ -8,7 +8,6 @@ occurs in it. The pattern asks for what the answer must say; one that also says 
 The tables are those of the model's card.
 """
 
-import argparse
 import dataclasses
 import re
 from pathlib import Path
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from benchmarks.record import Report, run
+from benchmarks.record import Report, arguments, run
 from configs import tiny
 from dsv3 import LLM, SamplingParams
 from dsv3.checkpoint import load_params
@@ -80,9 +79,7 @@ def answers(directory: Path) -> dict[str, tuple[str, bool]]:
 
 
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=bundled_model())
-    directory = parser.parse_args().model
+    directory = arguments(__doc__, model=bundled_model()).model
     report.table("The model", ["figure", "value"], figures(directory).items())
     found = answers(directory)
     rows = (

@@ -2,7 +2,8 @@
 
     python -m benchmarks.checkpoint --size_gb=2 --rounds=3 --directory=/path/on/the/disk [--only="hf bf16"]
 
-Makes a bfloat16 checkpoint of DeepSeek-V3's shape and about the given size, and its FP8 twin. Each round then reads
+Makes a bfloat16 checkpoint of DeepSeek-V3's shape and of about `--size_gb` 10^9 bytes, and its FP8 twin. Each round
+then reads, with `--only` those cases alone whose names have this text, beside the raw ones,
 
 - "raw": the files alone, by threads with 4 MiB reads with O_DIRECT;
 - "hf": the parameters, by `load_params`;
@@ -14,7 +15,6 @@ the disk" is how much the kernel then fetched from storage. Ratios are taken wit
 Processor seconds are shown because a load that waits for a busy processor looks like a slow disk.
 """
 
-import argparse
 import contextlib
 import json
 import mmap
@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.record import Cell, Report, run
+from benchmarks.record import Cell, Report, arguments, run
 
 READ_BYTES = 4 << 20
 THREADS = 8
@@ -41,13 +41,7 @@ CASES = {f"{what} {name}": name for name in ("bf16", "fp8") for what in ("raw", 
 
 def main(report: Report) -> None:
     """Makes the checkpoints, runs the cases and reports a line per case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size_gb", type=float, default=2.0, help="of the bfloat16 checkpoint, in 10^9 bytes")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--directory", default=tempfile.gettempdir(), help="on the disk to measure")
-    parser.add_argument("--only", default="", help="measure only cases with this text, and the raw ones")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = arguments(__doc__, size_gb=2.0, rounds=3, directory=tempfile.gettempdir(), only="", case=None)
     if given.case:
         print(json.dumps(run_case(given.case, Path(given.directory))))
         return

@@ -7,7 +7,6 @@ decodes 128 requests. The prefill command has 16 chunks of 4,096 tokens, for the
 Sender threads, which encrypt the frames, work meanwhile; processor time is that of the engine's thread alone.
 """
 
-import argparse
 import multiprocessing
 import socket
 import statistics
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.instances import free_port, key_file
-from benchmarks.record import Report, run
+from benchmarks.record import Report, arguments, run
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster import messages
@@ -69,13 +68,10 @@ def _prefill(ranks: int) -> PrefillCommand:
 
 
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("ranks", 144), ("rows", 128), ("followers", 17), ("steps", 300)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    arguments = parser.parse_args()
+    given = arguments(__doc__, ranks=144, rows=128, followers=17, steps=300)
     cluster = ClusterOptions(
         coordinator=f"127.0.0.1:{free_port()}",
-        num_processes=arguments.followers + 1,
+        num_processes=given.followers + 1,
         process_id=0,
         cluster_key_file=str(key_file(Path(tempfile.mkdtemp()))),
         cluster_silence_timeout=1e9,
@@ -84,11 +80,11 @@ def main(report: Report) -> None:
     followers = multiprocessing.get_context("spawn").Process(target=follow, args=(cluster,))
     followers.start()
     leader.wait_for_followers()
-    limits = EngineConfig(64, 1, num_ranks=arguments.ranks, num_processes=arguments.followers + 1)
+    limits = EngineConfig(64, 1, num_ranks=given.ranks, num_processes=given.followers + 1)
     leader.send_limits(limits)
-    rows = np.zeros((arguments.ranks, arguments.rows, 3), np.int32)
+    rows = np.zeros((given.ranks, given.rows, 3), np.int32)
     times, processor = [], []
-    for number in range(arguments.steps):
+    for number in range(given.steps):
         time.sleep(0.02)  # a step of the device
         started, started_processor = time.perf_counter(), time.thread_time()
         leader.send(_command(number, rows))
@@ -97,8 +93,8 @@ def main(report: Report) -> None:
     leader.end()
     followers.join()
     size = len(messages.encode(messages.step_of(_command(0, rows).part(limits.ranks_of(1)))))
-    prefill = _prefill(arguments.ranks)
-    parts = [prefill.part(limits.ranks_of(process)) for process in range(1, arguments.followers + 1)]
+    prefill = _prefill(given.ranks)
+    parts = [prefill.part(limits.ranks_of(process)) for process in range(1, given.followers + 1)]
     largest = max(len(messages.encode(messages.step_of(StepCommand(0, (("prefill", p),))))) for p in parts)
     rows_of_table = [
         ["a decode command, bytes to each", size],
@@ -106,7 +102,7 @@ def main(report: Report) -> None:
         ["sending a decode command, median (us)", statistics.median(times) * 1e6],
         ["processor time of that (us)", statistics.median(processor) * 1e6],
     ]
-    title = f"{arguments.ranks} ranks of {arguments.rows} rows, {arguments.followers} followers"
+    title = f"{given.ranks} ranks of {given.rows} rows, {given.followers} followers"
     report.table(title, ["what", "result"], rows_of_table)
 
 

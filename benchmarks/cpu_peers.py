@@ -32,7 +32,6 @@ import shlex
 import shutil
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import takewhile
@@ -44,8 +43,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cpu_step import COPIED_BYTES, RANDOM, Copy, timed, weight_bytes
-from benchmarks.instances import free_port, is_healthy, running
-from benchmarks.record import ROOT, Report, run, spread
+from benchmarks.instances import SERVE, serving
+from benchmarks.record import Report, parser_of, run, spread
 from dsv3.checkpoint import save_hf
 from dsv3.checkpoint.quantize import quantize_stack_shapes
 from dsv3.config.hugging_face import load_config
@@ -81,15 +80,7 @@ Generate = Callable[[np.ndarray, int], float]
 
 
 @dataclasses.dataclass(frozen=True)
-class Server:
-    """A server to start: its name in the tables, and its command without the port."""
-
-    name: str
-    command: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
+class Load:
     """What is measured at once: requests in flight, tokens of a prompt and of an answer, and how many times.
 
     `first` asks for the time to the first token, not for the tokens per second.
@@ -102,12 +93,8 @@ class Cell:
     first: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Peer:
-    """A peer that runs: its name in the tables, and what measures a cell with a seed."""
-
-    name: str
-    measure: Callable[[Cell, int], float]
+type Measure = Callable[[Load, int], float]
+"""Takes a load and a seed."""
 
 
 def make(directory: Path, layers: int) -> None:
@@ -119,31 +106,18 @@ def make(directory: Path, layers: int) -> None:
         shutil.copy(bundled_model() / name, directory / name)
 
 
-def servers(arguments: argparse.Namespace) -> list[Server]:
-    """Returns the servers to compare, ours first."""
-    python = (sys.executable, "-m", "launch.serve", f"--model={arguments.model}", *LIMITS,
-              f"--max_model_len={arguments.long + 512}", "--host=127.0.0.1")  # fmt: skip
-    ours = [
-        Server(f"ours {dtype}", (*python, *FORMATS.get(dtype, (f"--dtype={dtype}",)))) for dtype in arguments.dtypes
-    ]
+def servers(arguments: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    """Returns the commands of the servers to compare without the port, by their names in the tables, ours first."""
+    python = (*SERVE, f"--model={arguments.model}", *LIMITS, f"--max_model_len={arguments.long + 512}")
+    ours = {f"ours {dtype}": (*python, *FORMATS.get(dtype, (f"--dtype={dtype}",))) for dtype in arguments.dtypes}
     context = 16 * (arguments.long + 512)
     llama = (str(arguments.llama_server), "--parallel", "16", "--ctx-size", str(context), "--cache-ram", "0",
              "--no-webui", "--host", "127.0.0.1")  # fmt: skip
-    return ours + [
-        Server(f"llama.cpp {gguf.stem} {setting}".strip(), (*llama, *shlex.split(setting), "--model", str(gguf)))
+    return ours | {
+        f"llama.cpp {gguf.stem} {setting}".strip(): (*llama, *shlex.split(setting), "--model", str(gguf))
         for gguf in arguments.gguf
         for setting in arguments.llama_settings
-    ]
-
-
-@contextlib.contextmanager
-def serving(server: Server) -> Iterator[str]:
-    """Starts a server on a free port, waits until it is healthy, and yields its address."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    with running((*server.command, "--port", str(port)), partial(is_healthy, url), environment=environment):
-        yield url
+    }
 
 
 @contextlib.contextmanager
@@ -165,7 +139,7 @@ def generating(python: Path, model: Path, dtype: str) -> Iterator[Generate]:
         yield generate
 
 
-def served(url: str, vocab_size: int, cell: Cell, seed: int) -> float:
+def served(url: str, vocab_size: int, cell: Load, seed: int) -> float:
     """Returns output tokens per second, or one over the time to the first token in seconds; medians over the requests.
 
     Tokens count over the whole request: a busy server sends several at once, and gaps between them say little.
@@ -187,7 +161,7 @@ def served(url: str, vocab_size: int, cell: Cell, seed: int) -> float:
     return cell.requests * cell.answer * 1e3 / report["e2e_ms"]["p50"]
 
 
-def generated(generate: Generate, vocab_size: int, cell: Cell, seed: int) -> float:
+def generated(generate: Generate, vocab_size: int, cell: Load, seed: int) -> float:
     """Returns the same of transformers, whose prompts are other random tokens."""
     rng = np.random.default_rng(seed)
     answer = 1 if cell.first else cell.answer
@@ -204,8 +178,8 @@ def greedy(report: Report, arguments: argparse.Namespace) -> None:
     options = {"temperature": 0, "top_k": 1, "return_tokens": True, "ignore_eos": True, "n_predict": 32}
     command = (str(arguments.llama_server), "--model", str(arguments.gguf[0]), "--flash-attn", "off", "--no-webui",
                "--threads", str(os.cpu_count()), "--ctx-size", "2048", "--host", "127.0.0.1")  # fmt: skip
-    with serving(Server("llama.cpp", command)) as url:
-        answers = [httpx.post(f"{url}/completion", json=options | {"prompt": p}, timeout=300) for p in prompts]
+    with serving(command=command) as server:
+        answers = [httpx.post(f"{server.url}/completion", json=options | {"prompt": p}, timeout=300) for p in prompts]
         theirs = [answer.raise_for_status().json()["tokens"] for answer in answers]
     llm = LLM(arguments.model, dtype="float32", max_model_len=512, progress=False)
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
@@ -218,7 +192,7 @@ def greedy(report: Report, arguments: argparse.Namespace) -> None:
 
 
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--make", type=Path)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--model", type=Path, default=bundled_model())
@@ -243,31 +217,34 @@ def main(report: Report) -> None:
     (greedy if arguments.greedy else compare)(report, arguments)
 
 
-def peers(arguments: argparse.Namespace, vocab_size: int, stack: contextlib.ExitStack) -> Iterator[Peer]:
+def peers(arguments: argparse.Namespace, vocab_size: int, stack: contextlib.ExitStack) -> dict[str, Measure]:
     """Starts the peers, ours first; `stack` ends them."""
-    for server in servers(arguments):
-        yield Peer(server.name, partial(served, stack.enter_context(serving(server)), vocab_size))
-    if arguments.transformers_python:
-        for dtype in (each for each in arguments.dtypes if each not in FORMATS):
+    found: dict[str, Measure] = {
+        name: partial(served, stack.enter_context(serving(command=command)).url, vocab_size)
+        for name, command in servers(arguments).items()
+    }
+    for dtype in arguments.dtypes if arguments.transformers_python else ():
+        if dtype not in FORMATS:
             generate = stack.enter_context(generating(arguments.transformers_python, arguments.model, dtype))
-            yield Peer(f"transformers {dtype}", partial(generated, generate, vocab_size))
+            found[f"transformers {dtype}"] = partial(generated, generate, vocab_size)
+    return found
 
 
 def compare(report: Report, arguments: argparse.Namespace) -> None:
     """Runs all rounds and reports speeds, ratios, and shares of the memory's speed."""
     cfg = load_config(arguments.model)
-    cells = [Cell(n, arguments.tokens, arguments.tokens, arguments.repeats) for n in arguments.requests]
-    cells.append(Cell(1, arguments.long, 2, 2, first=True))
+    cells = [Load(n, arguments.tokens, arguments.tokens, arguments.repeats) for n in arguments.requests]
+    cells.append(Load(1, arguments.long, 2, 2, first=True))
     with contextlib.ExitStack() as stack:
-        all_peers = list(peers(arguments, cfg.vocab_size, stack))
-        for peer in all_peers:  # what is slow once: pages of memory that are new
-            peer.measure(cells[0], arguments.rounds)
-        copies, figures = [], np.zeros((arguments.rounds, len(all_peers), len(cells)))
+        measures = peers(arguments, cfg.vocab_size, stack)
+        for measure in measures.values():  # what is slow once: pages of memory that are new
+            measure(cells[0], arguments.rounds)
+        copies, figures = [], np.zeros((arguments.rounds, len(measures), len(cells)))
         for r in range(arguments.rounds):
             copies.append(timed(Copy(), 3)[0])
             for c, cell in enumerate(cells):
-                figures[r, :, c] = [peer.measure(cell, r * len(cells) + c) for peer in all_peers]
-    middle, names = np.median(figures, axis=0), [peer.name for peer in all_peers]
+                figures[r, :, c] = [measure(cell, r * len(cells) + c) for measure in measures.values()]
+    middle, names = np.median(figures, axis=0), list(measures)
     titles = [f"{n} at once" for n in arguments.requests]
     speeds = [f"{title} (tokens/s)" for title in titles] + [f"first of {arguments.long} (ms)"]
     lines = ([name, *each[:-1], 1e3 / each[-1]] for name, each in zip(names, middle, strict=True))

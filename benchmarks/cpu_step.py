@@ -3,7 +3,6 @@
     JAX_PLATFORMS=cpu python -m benchmarks.cpu_step [--model bundled|random] [--layers 4] [--dtypes float32 bfloat16]
         [--rows 1 2 4 16] [--rounds 7]
     JAX_PLATFORMS=cpu python -m benchmarks.cpu_step --types bundled 256x2 512x2 512x4 1024x2 1024x4 [--rows 1 4 16]
-    JAX_PLATFORMS=cpu python -m benchmarks.cpu_step --routed_experts [--model bundled|random] [--rows 1 4 16]
     JAX_PLATFORMS=cpu python -m benchmarks.cpu_step --batch_invariant bundled 512x4 [--rows 1 4 16 64]
 
 A step is the model's decode program with the head, after `--context` tokens, as the engine compiles it. The random
@@ -19,8 +18,6 @@ last column is the prefill of one prompt of `--prompt` tokens. "MB per token" co
 step of one row reads in float32.
 
 `--batch_invariant` has the same columns for the processor time of float32 with that option over that without it.
-
-`--routed_experts` compares steps that return the experts of their tokens with steps that do not, in float32.
 """
 
 import argparse
@@ -36,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.record import Cell, Report, run, spread
+from benchmarks.record import Cell, Report, parser_of, run, spread
 from dsv3.checkpoint import load_params
 from dsv3.checkpoint.quantize import quantize_stack
 from dsv3.checkpoint.reader import aligned_empty
@@ -133,26 +130,23 @@ def initialized(cfg: ModelConfig, dtype: str) -> Params:
     return jax.tree.map(moved, jax.jit(lambda: initialize(cfg, jax.random.key(0), jnp.dtype(dtype)))())
 
 
-def compiled(
-    params: Params, cfg: ModelConfig, rows: int, context: int, backend: Backend, routed_experts: bool = False
-) -> Step:
+def compiled(params: Params, cfg: ModelConfig, rows: int, context: int, backend: Backend) -> Step:
     """Returns the decode step of `rows` requests with `context` tokens each."""
     pages_each = pages_for(context + 1, 64)
     batch = DecodeBatch(
         jnp.asarray(np.random.default_rng(0).integers(0, cfg.vocab_size, (rows, 1)), jnp.int32),
         jnp.full(rows, context, jnp.int32),
         jnp.arange(rows * pages_each, dtype=jnp.int32).reshape(rows, -1),
-        returns_routed_experts=routed_experts,
     )
 
     def body(params: Params, batch: DecodeBatch, pages: Pool) -> tuple[Any, Pool, jax.Array]:
         out = decode(params, cfg, batch, pages, backend=backend)
-        return (logits(params, cfg, out.hidden, backend), out.routed_experts), out.pages, out.expert_counts
+        return logits(params, cfg, out.hidden, backend), out.pages, out.expert_counts
 
     return _step(body, params, cfg, batch, rows * pages_each)
 
 
-def prompt_step(params: Params, cfg: ModelConfig, tokens: int, routed_experts: bool = False) -> Step:
+def prompt_step(params: Params, cfg: ModelConfig, tokens: int) -> Step:
     """Returns the prefill of one new prompt of `tokens` tokens, with the head for its last one."""
     pages_each, backend = pages_for(tokens, 64), resolve_backend()
     batch = PrefillBatch(
@@ -162,12 +156,11 @@ def prompt_step(params: Params, cfg: ModelConfig, tokens: int, routed_experts: b
         jnp.zeros(1, jnp.int32),
         jnp.arange(pages_each, dtype=jnp.int32)[None],
         form=AttentionForm.NEW,
-        returns_routed_experts=routed_experts,
     )
 
     def body(params: Params, batch: PrefillBatch, pages: Pool) -> tuple[Any, Pool, jax.Array]:
         out = prefill(params, cfg, batch, pages, backend=backend)
-        return (logits(params, cfg, out.hidden[-1:], backend), out.routed_experts), out.pages, out.expert_counts
+        return logits(params, cfg, out.hidden[-1:], backend), out.pages, out.expert_counts
 
     return _step(body, params, cfg, batch, pages_each)
 
@@ -236,22 +229,16 @@ def timed(call: Callable[[], None], times: int) -> tuple[float, float]:
 
 
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", choices=("bundled", "random"), default="bundled")
     parser.add_argument("--types", nargs="+", metavar="MODEL", help="compare float32 and bfloat16 for these models")
     parser.add_argument("--batch_invariant", nargs="+", metavar="MODEL", help="measure that option for these models")
-    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dtypes", nargs="+", default=[*TYPES], help="or fp8")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 16])
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--context", type=int, default=192)
-    parser.add_argument("--rounds", type=int, default=7)
+    for name, value in (("layers", 4), ("prompt", 512), ("context", 192), ("rounds", 7)):
+        parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--seconds", type=float, default=0.2, help="of each step in a round")
-    parser.add_argument("--routed_experts", action="store_true", help="those of tokens, against none in turns")
     arguments = parser.parse_args()
-    if arguments.routed_experts:
-        compare_routed_experts(report, arguments)
-        return
     columns = ["model", "MB per token", *(f"{n} at once" for n in arguments.rows), f"prompt of {arguments.prompt}"]
     if arguments.types:
         lines = (compare_types(name, arguments) for name in arguments.types)
@@ -289,28 +276,6 @@ def _ratios(name: str, kind: int, first: list[Step], second: list[Step], argumen
     pairs = [step for pair in zip(first, second, strict=True) for step in pair]
     seconds = in_turns(pairs, arguments.rounds, arguments.seconds)[:, :, kind]
     return [name, first[0].weight_bytes / 1e6, *map(spread, (seconds[:, ::2] / seconds[:, 1::2]).T)]
-
-
-def compare_routed_experts(report: Report, arguments: argparse.Namespace) -> None:
-    """Reports what it costs a step to return the experts of its tokens."""
-    params, cfg = load(arguments.model, arguments.layers, "float32")
-    steps = {
-        f"decode of {rows}": [
-            compiled(params, cfg, rows, arguments.context, resolve_backend(), routed_experts=on) for on in (False, True)
-        ]
-        for rows in arguments.rows
-    }
-    steps[f"prompt of {arguments.prompt}"] = [
-        prompt_step(params, cfg, arguments.prompt, routed_experts=on) for on in (False, True)
-    ]
-    both: list[Callable[[], None]] = [step for pair in steps.values() for step in pair]
-    seconds = in_turns(both, arguments.rounds, arguments.seconds)[:, :, 0].T
-    lines = (
-        [name, none.min() * 1e3, some.min() * 1e3, spread(some / none)]
-        for name, none, some in zip(steps, seconds[::2], seconds[1::2], strict=True)
-    )
-    columns = ["step", "without (ms)", "with the experts of tokens (ms)", "ratio"]
-    report.table(f"{arguments.model}, float32", columns, lines)
 
 
 def measure(report: Report, arguments: argparse.Namespace, dtype: str) -> None:

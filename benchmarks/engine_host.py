@@ -3,7 +3,6 @@
     python -m benchmarks.engine_host [--running 128] [--steps 2000]
     python -m benchmarks.engine_host --unit [--churn 18]
     python -m benchmarks.engine_host --drafts 1 [--unit] [--rounds 5]
-    python -m benchmarks.engine_host --routed_experts [--rounds 5]
 
 The model is replaced by one product-free function, so what is left is the engine: planning, launching two programs,
 reading the tokens of the step before, outputs. Rows are the host's time in a step (the wait for the device taken out),
@@ -17,13 +16,8 @@ encoding a step's results for several API servers takes.
 
 `--drafts` compares, in turns, steps with drafts and steps without, and no devices: those of one rank with
 `--running` requests, or of the decode unit.
-
-`--routed_experts` compares, in turns, engines that return the experts of tokens with one that does not: where no
-request asks for them, and where all ask, with log-probabilities and without. Tokens have as many as DeepSeek-V3's, 8 in
-each of 58 layers.
 """
 
-import argparse
 import gc
 import itertools
 import statistics
@@ -35,7 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from benchmarks.record import Report, run, spread
+from benchmarks.engines import check_programs
+from benchmarks.record import Report, arguments, run, spread
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import ModelConfig
 from dsv3.engine.cluster import messages
@@ -85,23 +80,7 @@ def model_config() -> ModelConfig:
     )  # fmt: skip
 
 
-class RoutedOutput(NamedTuple):
-    hidden: Any
-    pages: Any
-    routed_experts: Any
-
-
-def _routed(function: Any) -> Any:
-    """Returns a step function whose tokens have experts."""
-
-    def step(params: Any, cfg: ModelConfig, batch: Any, pages: jax.Array) -> RoutedOutput:
-        ids = batch.tokens[..., None, None] + jnp.arange(58 * 8).reshape(58, 8)
-        return RoutedOutput(*function(params, cfg, batch, pages), ids.astype(jnp.uint8))
-
-    return step
-
-
-def make_engine(running: int, max_model_len: int, returns_routed_experts: bool = False) -> Engine:
+def make_engine(running: int, max_model_len: int) -> Engine:
     """Returns an engine around the empty model, with as many parameter arrays as a real one has."""
     cfg = model_config()
     limits = EngineConfig(
@@ -109,11 +88,9 @@ def make_engine(running: int, max_model_len: int, returns_routed_experts: bool =
         num_pages=running * max_model_len // 64,
         max_num_seqs=running,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-        enable_return_routed_experts=returns_routed_experts,
     )
     params = [jnp.zeros(8) for _ in range(40)]
-    forward = map(_routed, (_prefill, _decode)) if returns_routed_experts else (_prefill, _decode)
-    return Engine(EngineComponents.on_devices(StepFunctions(*forward, _logits), params, cfg, limits))
+    return Engine(EngineComponents.on_devices(StepFunctions(_prefill, _decode, _logits), params, cfg, limits))
 
 
 def measure(running: int, steps: int) -> dict[str, np.ndarray]:
@@ -123,10 +100,10 @@ def measure(running: int, steps: int) -> dict[str, np.ndarray]:
     return time_steps(engine, running, steps)
 
 
-def begin(engine: Engine, running: int, **asked: Any) -> None:
+def begin(engine: Engine, running: int) -> None:
     """Steps until so many requests decode."""
     engine.warm_up()
-    sampling = SamplingParams(temperature=0, ignore_eos=True, **asked)
+    sampling = SamplingParams(temperature=0, ignore_eos=True)
     for i in range(running):
         prompt = [(i + j) % VOCAB for j in range(1 + i % 64)]  # so that new pages fall due at different steps
         engine.add(EngineRequest(request_id=i, prompt_token_ids=prompt, sampling=sampling))
@@ -146,7 +123,7 @@ def time_steps(engine: Engine, running: int, steps: int) -> dict[str, np.ndarray
         whole[i], host[i] = time.perf_counter() - started, engine.host_time.total - before
         cpu[i] = time.thread_time() - cpu_started
         assert len(outputs) == running
-    assert engine.stats().recompilations == 0
+    check_programs(engine)
     return {HOST: host * 1e6, WHOLE: whole * 1e6, THREAD: cpu * 1e6}
 
 
@@ -270,42 +247,9 @@ def compare_drafts(report: Report, drafts: int, layout: dict[str, int], steps: i
     report.table(title, ["median of a step", "ratio"], ([name, spread(each)] for name, each in ratios.items()))
 
 
-def compare_routed_experts(report: Report, running: int, steps: int, rounds: int) -> None:
-    """Reports what the experts of tokens cost in a step, over an engine that does not return them, in turns."""
-    asking = {"return_routed_experts": True}
-    cases: dict[str, tuple[bool, dict[str, Any]]] = {
-        "not returned": (False, {}),
-        "returned, no request asks": (True, {}),
-        "returned, all ask": (True, asking),
-        "not returned, with log-probabilities": (False, {"logprobs": 0}),
-        "returned, all ask, with log-probabilities": (True, asking | {"logprobs": 0}),
-    }
-    engines = {name: make_engine(running, -(-(steps * rounds + 200) // 64) * 64, on) for name, (on, _) in cases.items()}
-    for name, (_, asked) in cases.items():
-        begin(engines[name], running, **asked)
-    medians: dict[str, list[list[float]]] = {name: [] for name in cases}
-    for _ in range(rounds):
-        for name, engine in engines.items():
-            found = time_steps(engine, running, steps)
-            medians[name].append([float(np.median(found[what])) for what in (HOST, WHOLE, THREAD)])
-    rows = ([name, *(spread([turn[i] for turn in turns]) for i in range(3))] for name, turns in medians.items())
-    columns = ["experts of tokens", *(f"{what} (us)" for what in (HOST, WHOLE, THREAD))]
-    report.table(f"A step of {running} running requests, medians", columns, rows)
-
-
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--running", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--rounds", type=int, default=5, help="of turns")
-    parser.add_argument("--unit", action="store_true", help="the decode unit of 144 ranks, without devices")
-    parser.add_argument("--churn", type=int, default=0, help="requests that end and arrive in each step of --unit")
-    parser.add_argument("--drafts", type=int, default=0, help="per row, against none in turns")
-    parser.add_argument("--routed_experts", action="store_true", help="those of tokens, against none in turns")
-    args = parser.parse_args()
-    if args.routed_experts:
-        compare_routed_experts(report, args.running, min(args.steps, 200), args.rounds)
-    elif args.drafts:
+    args = arguments(__doc__, running=128, steps=2000, rounds=5, unit=False, churn=0, drafts=0)
+    if args.drafts:
         layout = {} if args.unit else {"ranks": 1, "rows": args.running, "nodes": 1}
         compare_drafts(report, args.drafts, layout, min(args.steps, 40), args.rounds)
     elif args.unit:

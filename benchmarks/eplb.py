@@ -13,19 +13,17 @@ devices busy. After 256 steps it decides and moves experts while it serves; the 
 other requests, is "after". The picture has the devices' load before and after.
 """
 
-import argparse
 import inspect
 import tarfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.record import Cell, Report, run, spread
-from dsv3.config.options import EngineOptions
-from dsv3.engine.build import build_engine, bundled_model
+from benchmarks.engines import bundled_engine
+from benchmarks.record import Cell, Report, arguments, elapsed, run, spread
+from dsv3.engine.build import bundled_model
 from dsv3.engine.engine import Engine
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import EngineRequest
@@ -41,12 +39,9 @@ ROWS = 4
 
 
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--live", action="store_true")
-    parser.add_argument("--plot", type=Path)
-    arguments = parser.parse_args()
-    if arguments.live:
-        live(report, arguments.plot)
+    given = arguments(__doc__, live=False, plot=Path)
+    if given.live:
+        live(report, given.plot)
         return
     columns = ["deployment", "a decision (ms)", "keeping in place (ms)", "balancedness", "replicas that stay (%)",
                "without keeping (%)"]  # fmt: skip
@@ -59,14 +54,12 @@ def decisions(rng: np.random.Generator) -> Iterator[list[Cell]]:
     drifted = weight * rng.lognormal(sigma=0.2, size=weight.shape)
     for name, nodes, gpus in (("prefill, 4 nodes, hierarchical", 4, 32), ("decode, 18 nodes, global", 18, 144)):
         seconds, keeping = [], []
+        result = rebalance_experts(weight, REPLICAS, GROUPS, nodes, gpus)
+        new = rebalance_experts(drifted, REPLICAS, GROUPS, nodes, gpus)
+        kept = keep_in_place(new, result, GROUPS, nodes, gpus)
         for _ in range(ROUNDS):
-            started = time.perf_counter()
-            result = rebalance_experts(weight, REPLICAS, GROUPS, nodes, gpus)
-            seconds.append(1e3 * (time.perf_counter() - started))
-            new = rebalance_experts(drifted, REPLICAS, GROUPS, nodes, gpus)
-            started = time.perf_counter()
-            kept = keep_in_place(new, result, GROUPS, nodes, gpus)
-            keeping.append(1e3 * (time.perf_counter() - started))
+            seconds.append(1e3 * elapsed(lambda: rebalance_experts(weight, REPLICAS, GROUPS, nodes, gpus)))  # noqa: B023
+            keeping.append(1e3 * elapsed(lambda: keep_in_place(new, result, GROUPS, nodes, gpus)))  # noqa: B023
         even = balancedness(weight, result, gpus).mean()
         stay = [100 * float((each.phy2log == result.phy2log).mean()) for each in (kept, new)]
         yield [name, spread(seconds, 1), spread(keeping, 1), even, *stay]
@@ -77,12 +70,10 @@ def decisions(rng: np.random.Generator) -> Iterator[list[Cell]]:
 
 def live(report: Report, plot: Path | None) -> None:
     """Reports the devices' load before and after the first move."""
-    options = EngineOptions(
+    engine = bundled_engine(
         data_parallel_size=LIVE_DEVICES, enable_expert_parallel=True, num_redundant_experts=REDUNDANT, enable_eplb=True,
         eplb_interval=INTERVAL, max_num_seqs=ROWS, max_model_len=PROMPT + ANSWER, max_num_batched_tokens=64,
     )  # fmt: skip
-    engine = build_engine(bundled_model(), options, progress=False)
-    engine.warm_up()
     windows = measure(engine)
     even = [balancedness(load, expert_map, LIVE_DEVICES) for load, expert_map in windows]
     rows = ([name, each.mean(), *each] for name, each in zip(("before", "after"), even, strict=True))

@@ -8,7 +8,6 @@ Tells how many programs it compiles, and the processor seconds of the process fr
 finds all programs in the store; each round measures all of them.
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from benchmarks.record import Report, run, spread
+from benchmarks.record import Report, arguments, elapsed, run, spread
 from dsv3 import LLM
 from dsv3.engine.build import bundled_model
 
@@ -25,16 +24,13 @@ _RESTART = "import sys; from dsv3 import LLM; LLM(sys.argv[1], progress=False, c
 
 
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--wake", action="store_true")
-    parser.add_argument("--model", default=str(bundled_model()))
-    arguments = parser.parse_args()
+    given = arguments(__doc__, wake=False, model=str(bundled_model()))
     with tempfile.TemporaryDirectory() as directory:
-        llm = LLM(arguments.model, progress=False, compilation_cache_dir=directory)
+        llm = LLM(given.model, progress=False, compilation_cache_dir=directory)
         programs = len(llm.engine.executor.devices.programs.keys())
         report.table("The first `LLM()`", ["programs", "processor time (s)"], [[programs, time.process_time()]])
-        if arguments.wake:
-            measure_wakes(report, llm, arguments.model, directory)
+        if given.wake:
+            measure_wakes(report, llm, given.model, directory)
 
 
 def measure_wakes(report: Report, llm: LLM, model: str, programs: str) -> None:
@@ -42,9 +38,7 @@ def measure_wakes(report: Report, llm: LLM, model: str, programs: str) -> None:
     seconds: dict[str, list[float]] = {}
 
     def measure(name: str, work: Callable[[], object]) -> None:
-        started = time.perf_counter()
-        work()
-        seconds.setdefault(name, []).append(time.perf_counter() - started)
+        seconds.setdefault(name, []).append(elapsed(work))
 
     def restart() -> None:
         subprocess.run([sys.executable, "-c", _RESTART, model, programs], check=True, env=os.environ)

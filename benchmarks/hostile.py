@@ -9,7 +9,6 @@ memory of all the server's processes rose, and how often the honest client faile
 keep `GOAL`.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import http.client
@@ -17,16 +16,16 @@ import multiprocessing
 import statistics
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
-from benchmarks.attacks import ATTACKS, attack, rotate
-from benchmarks.record import Cell, Report, run
+from benchmarks.attacks import ATTACKS, rotate
+from benchmarks.record import Cell, Report, arguments, run
 from tests.dsv3.server import serving
 from tests.dsv3.text import tiny
 
@@ -37,17 +36,6 @@ _TIMEOUT_S = 60.0
 
 GOAL = {"gap_s": 1.0, "p99_s": 0.5, "memory_mib": 500}
 """What honest clients may feel while an attack runs: gaps of a stream, `/health` at the 99th percentile; growth."""
-
-
-def _probe(port: int, seconds: float, results: Any) -> None:
-    """Reads a stream and asks for /health meanwhile; runs in a process of its own."""
-    times: list[float] = []
-    failures: list[str] = []
-    asking = threading.Thread(target=ask_health, args=(port, seconds, times, failures))
-    asking.start()
-    gap = _longest_gap(port, seconds, failures)
-    asking.join()
-    results.put((gap, times, failures))
 
 
 def ask_health(port: int, seconds: float, times: list[float], failures: list[str]) -> None:
@@ -89,28 +77,6 @@ def _longest_gap(port: int, seconds: float, failures: list[str]) -> float:
     return longest
 
 
-def _measure(name: str, port: int, pids: list[int], seconds: float) -> list[Cell]:
-    """Returns the line of one attack; its last cell says whether it keeps the goal."""
-    spawn = multiprocessing.get_context("spawn")
-    probed, attacked = spawn.Queue(), spawn.Queue()
-    before = peak = memory(pids)
-    probe = spawn.Process(target=_probe, args=(port, seconds + 2, probed))
-    probe.start()
-    time.sleep(1.5)
-    work = (time.sleep, (seconds,)) if name == _NONE else (attack, (name, port, seconds, attacked))
-    attacker = spawn.Process(target=work[0], args=work[1])
-    attacker.start()
-    while attacker.is_alive():
-        peak = max(peak, memory(pids))
-        time.sleep(0.2)
-    gap, times, failures = probed.get(timeout=_TIMEOUT_S + seconds)
-    growth, made = (peak - before) / _MIB, 0 if name == _NONE else attacked.get(timeout=_TIMEOUT_S)
-    print(*failures[:1], sep="\n", file=sys.stderr, end="")
-    keeps = gap < GOAL["gap_s"] and p99(times) < GOAL["p99_s"] and growth < GOAL["memory_mib"] and not failures
-    health = [round(1e3 * value) for value in (statistics.median(times), p99(times), max(times))]
-    return [name, made, gap, *health, round(growth), len(failures), "yes" if keeps else "no"]
-
-
 def memory(pids: list[int]) -> int:
     """Returns resident bytes of processes and their children."""
     total = 0
@@ -121,35 +87,36 @@ def memory(pids: list[int]) -> int:
     return total
 
 
-# What `benchmarks.soak --hostile` adds.
-
-
 @dataclasses.dataclass
 class Felt:
     """What a probe in a process of its own has felt, in seconds.
 
     `health` is the time of each answer of `/health`. `stalls` is by how much each of its sleeps was too long: that is
-    the machine's doing, not the server's.
+    the machine's doing, not the server's. `gap` is the longest of its own stream, where it reads one.
     """
 
     health: list[float]
     stalls: list[float]
     failures: list[str]
+    gap: float = 0.0
 
 
 class Siege:
-    """Attackers and a probe, each a process of its own, for some seconds."""
+    """Attackers and a probe, each a process of its own, for some seconds; the probe may read a stream, too."""
 
-    def __init__(self, port: int, seconds: float, each_s: float, only: list[str]):
+    def __init__(self, port: int, seconds: float, each_s: float, names: list[str], *, streams: bool = False):
         spawn = multiprocessing.get_context("spawn")
         self._made, self._felt = spawn.Queue(), spawn.Queue()
-        names = [name for name in ATTACKS if not only or name in only]
         self._processes = [
             spawn.Process(target=rotate, args=(names, port, seconds, each_s, self._made)),
-            spawn.Process(target=_feel, args=(port, seconds, self._felt)),
+            spawn.Process(target=_feel, args=(port, seconds, streams, self._felt)),
         ]
         for process in self._processes:
             process.start()
+
+    def is_on(self) -> bool:
+        """Returns whether the probe still runs."""
+        return self._processes[1].is_alive() and self._felt.empty()
 
     def end(self) -> tuple[dict[str, int], Felt]:
         """Waits until attackers and probe have ended; returns how often each attack was made, and what was felt."""
@@ -165,15 +132,16 @@ class Siege:
                 process.kill()
 
 
-def _feel(port: int, seconds: float, results: Any) -> None:
+def _feel(port: int, seconds: float, streams: bool, results: Any) -> None:
     felt, until = Felt([], [], []), time.monotonic() + seconds
-    asking = threading.Thread(target=ask_health, args=(port, seconds, felt.health, felt.failures))
-    asking.start()
-    while time.monotonic() < until:
-        before = time.monotonic()
-        time.sleep(_BEAT_S)
-        felt.stalls.append(time.monotonic() - before - _BEAT_S)
-    asking.join()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(ask_health, port, seconds, felt.health, felt.failures)
+        reading = pool.submit(_longest_gap, port, seconds, felt.failures) if streams else None
+        while time.monotonic() < until:
+            before = time.monotonic()
+            time.sleep(_BEAT_S)
+            felt.stalls.append(time.monotonic() - before - _BEAT_S)
+    felt.gap = reading.result() if reading else 0.0
     results.put(felt)
 
 
@@ -196,24 +164,31 @@ def percentiles(values: list[float]) -> list[float]:
 
 
 def main(report: Report) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--only", default="")
-    arguments = parser.parse_args()
+    given = arguments(__doc__, seconds=10.0, only="")
     columns = ["attack", "made", "worst gap of a stream (s)", "/health p50 (ms)", "p99 (ms)", "worst (ms)",
                "memory (MiB)", "failed", "keeps the goal"]  # fmt: skip
-    names = (name for name in (_NONE, *ATTACKS) if arguments.only in name)
-    table = report.table("Attacks", columns, (_attacked(name, arguments.seconds) for name in names))
+    names = (name for name in (_NONE, *ATTACKS) if given.only in name)
+    table = report.table("Attacks", columns, (_attacked(name, given.seconds) for name in names))
     return 0 if all(row[-1] == "yes" for row in table.rows) else 1
 
 
 def _attacked(name: str, seconds: float) -> list[Cell]:
-    """Measures one attack on a server of its own."""
+    """Returns the line of one attack on a server of its own; its last cell says whether it keeps the goal."""
     engine = {"max_model_len": 163_840, "max_num_seqs": 256}
     with tempfile.TemporaryDirectory() as directory:
         model = tiny.write(Path(directory) / "model")
         with serving.running(model, engine=engine, factory_options={"step_s": _STEP_S}) as server:
-            return _measure(name, server.port, [server.process.pid], seconds)
+            before = peak = memory([server.process.pid])
+            siege = Siege(server.port, seconds, seconds, [] if name == _NONE else [name], streams=True)
+            while siege.is_on():
+                peak = max(peak, memory([server.process.pid]))
+                time.sleep(0.2)
+            made, felt = siege.end()
+    growth = (peak - before) / _MIB
+    print(*felt.failures[:1], sep="\n", file=sys.stderr, end="")
+    health = [round(1e3 * value) for value in (statistics.median(felt.health), p99(felt.health), max(felt.health))]
+    keeps = "no" if problems(felt, [felt.gap], growth) else "yes"
+    return [name, sum(made.values()), felt.gap, *health, round(growth), len(felt.failures), keeps]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import psutil
 from benchmarks.record import ROOT
 
 _STOP_S = 30.0
+SERVE = [sys.executable, "-m", "launch.serve"]
 LIMITS = ["--max_num_seqs=16", "--max_model_len=512", "--max_num_batched_tokens=256"]
 
 
@@ -28,8 +29,8 @@ LIMITS = ["--max_num_seqs=16", "--max_model_len=512", "--max_num_batched_tokens=
 class Instance:
     """A server and where it answers."""
 
-    process: subprocess.Popen[bytes]
     url: str
+    process: subprocess.Popen[bytes] = dataclasses.field(init=False)
 
     def kill(self) -> None:
         """Ends its processes at once, as a crash of the host does."""
@@ -107,13 +108,16 @@ def is_healthy(url: str) -> bool:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str) -> Iterator[Instance]:
-    """Starts a server of the bundled model, waits until it is ready, and kills it at the end."""
+def serving(*arguments: str, command: Sequence[str] = (), **environment: str) -> Iterator[Instance]:
+    """Starts a server on a free port, waits until it is ready, and kills it at the end.
+
+    It is the bundled model's with `LIMITS` on a CPU, or `command`.
+    """
     port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = (sys.executable, "-m", "launch.serve", "--port", str(port), *LIMITS, *arguments)
-    with running(command, functools.partial(is_healthy, url), environment={"JAX_PLATFORMS": "cpu"}) as process:
-        instance = Instance(process, url)
+    instance = Instance(url=f"http://127.0.0.1:{port}")
+    words = [*(command or (*SERVE, *LIMITS)), "--port", str(port), *arguments]
+    is_ready = functools.partial(is_healthy, instance.url)
+    with running(words, is_ready, environment={"JAX_PLATFORMS": "cpu", **environment}) as instance.process:
         try:
             yield instance
         finally:

@@ -7,7 +7,6 @@ that reads a disk its files leave the page cache. Ratios are taken within a roun
 their median is shown: against raw copies in memory, and against raw O_DIRECT reads by as many threads.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -24,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.checkpoint import drop_cache
-from benchmarks.record import Report, elapsed, run
+from benchmarks.record import Report, arguments, elapsed, run
 from dsv3.kv_cache.page_keys import ALIGNMENT, aligned
 from dsv3.kv_cache.tiers import host_pool as host_memory
 from dsv3.kv_cache.tiers.host_pool import HostPool, SharedMemory, host_pool_bytes
@@ -37,15 +36,11 @@ BATCH = 8  # values, as the pages of DeepSeek-V3 go to a device
 
 
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--values", type=int, default=48)
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
-    arguments = parser.parse_args()
+    given = arguments(__doc__, rounds=7, values=48, directory=Path(tempfile.gettempdir()))
     temporary = tempfile.TemporaryDirectory
-    with temporary(dir=arguments.directory) as disk, temporary(dir=host_memory.FOLDER) as memory:
+    with temporary(dir=given.directory) as disk, temporary(dir=host_memory.FOLDER) as memory:
         host_memory.FOLDER = Path(memory)  # apart from other engines' arenas
-        _rates(report, Path(disk), arguments.rounds, arguments.values)
+        _rates(report, Path(disk), given.rounds, given.values)
 
 
 @dataclasses.dataclass

@@ -8,7 +8,6 @@ together and MB/s; the last column is what a carrier's threads take of a core wh
 does not take part in a round is stopped. Needs the extra `nixl`.
 """
 
-import argparse
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ import time
 
 import numpy as np
 
-from benchmarks.record import Cell, Report, run, spread
+from benchmarks.record import Cell, Report, arguments, run, spread
 from dsv3.kv_cache.tiers.counts import TierCounts
 from dsv3.kv_cache.tiers.host_pool import HostPool, host_pool_bytes
 from dsv3.kv_cache.transfer.client import Peers
@@ -93,11 +92,7 @@ class Other:
 
 
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", choices=CARRIERS, help=argparse.SUPPRESS)
-    parser.add_argument("--pages", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
+    args = arguments(__doc__, serve=None, pages=32, rounds=5)
     if args.serve:
         serve(args.serve, args.pages)
         return

@@ -6,11 +6,10 @@ It needs the extra `aot` and some ten minutes of one core: DeepSeek-V3's program
 `python -m launch.plan` prints the same plans one by one, with their memory, transfers and stages.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Iterator
 
-from benchmarks.record import Cell, Report, run
+from benchmarks.record import Cell, Report, arguments, run
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144, H800, PREFILL_EP32
 from dsv3.config.model import ModelConfig
@@ -32,7 +31,7 @@ _FLEET_PREFILL, _FLEET_DECODE = published_day.PUBLISHED_RATES["fleet"]
 
 
 def main(report: Report) -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    arguments(__doc__)
     report.table("The estimate's errors against DeepSeek's profiles (H800)", COLUMNS["errors"], errors())
     decode, prefill = plan(), make_plan(DEEPSEEK_V3, "deepseek_v3", PREFILL_EP32)
     report.table(

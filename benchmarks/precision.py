@@ -14,7 +14,6 @@ yardstick, in float32. Each form of them computes SwiGLU of random rows as `dsv3
 serving. An error is the root mean square of the differences over that of the yardstick.
 """
 
-import argparse
 import dataclasses
 import functools
 import sysconfig
@@ -27,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.record import Cell, Report, run
+from benchmarks.record import Cell, Report, arguments, run
 from dsv3.checkpoint import load_params
 from dsv3.checkpoint.load_plan import Fp8Mode
 from dsv3.checkpoint.quantize import Int4Mode, convert_int4
@@ -154,12 +153,7 @@ def compare_int4(report: Report, sigma: float, rows: int) -> None:
 
 
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=bundled_model())
-    parser.add_argument("--tokens", type=int, default=512, help="of each text")
-    parser.add_argument("--fp8", default="dequantize", choices=("dequantize", "quantize"), help="form of products")
-    parser.add_argument("--int4", action="store_true", help="compare the forms of INT4 experts")
-    args = parser.parse_args()
+    args = arguments(__doc__, model=bundled_model(), tokens=512, fp8="dequantize", int4=False)
     if args.int4:
         for sigma in (0.0, 1.0):
             compare_int4(report, sigma, rows=16)

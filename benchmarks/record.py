@@ -7,6 +7,7 @@ A result has the command with the environment that it was started with, the comm
 whether the machine was otherwise idle. `python -m benchmarks.pages` writes the pages of docs/performance from results.
 """
 
+import argparse
 import dataclasses
 import datetime
 import importlib.metadata
@@ -106,6 +107,30 @@ def elapsed(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Returns a parser whose `--help` is a benchmark's docstring."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def arguments(doc: str | None, /, **defaults: Any) -> argparse.Namespace:
+    """Reads the command line, with a flag for each keyword.
+
+    A flag has the type of its default; False is a switch, a tuple takes several values, None a text, and a type a value
+    of that type or None.
+    """
+    parser = parser_of(doc)
+    for name, default in defaults.items():
+        if default is False:
+            parser.add_argument(f"--{name}", action="store_true")
+        elif isinstance(default, tuple):
+            parser.add_argument(f"--{name}", nargs="+", type=type(default[0]), default=list(default))
+        elif isinstance(default, type) or default is None:
+            parser.add_argument(f"--{name}", type=default or str)
+        else:
+            parser.add_argument(f"--{name}", type=type(default), default=default)
+    return parser.parse_args()
 
 
 def run(main: Callable[[Report], int | None]) -> NoReturn:

@@ -13,7 +13,6 @@ tokens came with pages. Then the prefill instance is killed under load, nothing 
 table says how requests end; then the decode instance.
 """
 
-import argparse
 import asyncio
 import contextlib
 import functools
@@ -31,7 +30,7 @@ from typing import Any
 import httpx
 
 from benchmarks.instances import Instance, flags, free_port, key_file, running, serving
-from benchmarks.record import Cell, Report, run
+from benchmarks.record import Cell, Report, parser_of, run
 
 OURS = f"{sys.executable} -m launch.router --prefill {{prefill}} --decode {{decode}} --port {{port}}"
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -160,7 +159,7 @@ async def under_load(router: str, count: int, clients: int, victim: Instance | N
 
 
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("command", nargs="?", default=OURS)
     parser.add_argument("--then", action="append", default=[])
     parser.add_argument("--requests", type=int, default=20)

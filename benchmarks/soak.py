@@ -16,16 +16,21 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import itertools
+import json
+import math
 import random
 import statistics
 import time
 
-import httpx
 import psutil
 
+from benchmarks.attacks import ATTACKS
 from benchmarks.hostile import Felt, Siege, memory, percentiles
 from benchmarks.hostile import problems as problems_of
-from benchmarks.record import Cell, Report, run
+from benchmarks.record import Cell, Report, parser_of, run
+from dsv3.http_client import Address, Client
+from tools.bench.stream import RequestRecord, complete
 
 _SAMPLE_S = 5.0
 _SPARE_DESCRIPTORS = (
@@ -42,19 +47,33 @@ class Totals:
     `gaps` is the longest time between two chunks of each stream that came to its end.
     """
 
-    finished: int = 0
     disconnected: int = 0
     busy: int = 0
     failed: list[str] = dataclasses.field(default_factory=list)
-    chunks: int = 0
     ttft: list[float] = dataclasses.field(default_factory=list)
     gaps: list[float] = dataclasses.field(default_factory=list)
     rss: list[int] = dataclasses.field(default_factory=list)
     descriptors: list[dict[int, int]] = dataclasses.field(default_factory=list)
 
+    def add(self, record: RequestRecord) -> float:
+        """Counts a request; returns for how long its client waits before the next one."""
+        self.ttft += [] if record.ttft_s is None else [record.ttft_s]
+        if record.error is None:
+            times = [arrival.time_s for arrival in record.arrivals]
+            self.gaps.append(max((after - before for before, after in itertools.pairwise(times)), default=0.0))
+            return 0.0
+        if record.error == "left" or (record.error == "timeout" and record.finished_s - record.sent_s < 1):
+            self.disconnected += 1
+            return 0.0
+        if record.error == "http 503" and "queue_full" in record.detail:
+            self.busy += 1
+            return 0.2
+        self.failed.append(f"{record.error}: {record.detail[:200]}")
+        return 0.1
+
 
 def main(report: Report) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--api_key")
     parser.add_argument("--clients", type=int, default=64, help="concurrent streaming clients")
@@ -71,30 +90,28 @@ def main(report: Report) -> int:
 
 async def _soak(report: Report, given: argparse.Namespace) -> int:
     tally, started = Totals(), time.monotonic()
-    headers = {"authorization": f"Bearer {given.api_key}"} if given.api_key else {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=given.clients)
-    async with httpx.AsyncClient(base_url=given.url, headers=headers, timeout=120, limits=limits) as client:
-        _look(tally, given.server_pid)
-        sampler = asyncio.create_task(_sample(client, tally, started, given.server_pid))
-        attacks = (httpx.URL(given.url).port, given.seconds, given.attack_seconds, given.attack)
-        siege = Siege(*attacks) if given.hostile else None
-        try:
-            await asyncio.gather(*(_client(client, tally, i, started, given) for i in range(given.clients)))
-            felt = None if siege is None else await asyncio.to_thread(siege.end)
-        finally:
-            if siege is not None:
-                siege.stop()
+    client = Client(Address.parse(given.url), given.api_key)
+    _look(tally, given.server_pid)
+    sampler = asyncio.create_task(_sample(client, tally, started, given.server_pid))
+    attacks = (Address.parse(given.url).port, given.seconds, given.attack_seconds, given.attack or list(ATTACKS))
+    siege = Siege(*attacks) if given.hostile else None
+    try:
+        await asyncio.gather(*(_client(client, tally, i, started, given) for i in range(given.clients)))
+        felt = None if siege is None else await asyncio.to_thread(siege.end)
+    finally:
+        if siege is not None:
+            siege.stop()
         sampler.cancel()
-    async with httpx.AsyncClient(base_url=given.url, headers=headers, timeout=120) as client:
-        left = await _wait_until_idle(client)  # the connections of the clients before are closed
-        _look(tally, given.server_pid)
+        await client.close()  # with its connections, whose descriptors are not the server's
+    client = Client(Address.parse(given.url), given.api_key)
+    left = await _wait_until_idle(client)
+    _look(tally, given.server_pid)
+    await client.close()
     return _report(report, tally, felt, left, given)
 
 
-async def _client(
-    client: httpx.AsyncClient, tally: Totals, number: int, started: float, given: argparse.Namespace
-) -> None:
-    """Sends one request after another until the deadline."""
+async def _client(client: Client, tally: Totals, number: int, started: float, given: argparse.Namespace) -> None:
+    """Sends one request after another until the deadline; some clients hang up, before the first chunk or later."""
     rng = random.Random(number)
     while time.monotonic() < started + given.seconds:
         body = {
@@ -103,59 +120,15 @@ async def _client(
             "stream": True,
             "ignore_eos": True,
         }
-        stay = rng.random() >= given.disconnects
-        try:
-            await _request(client, tally, body, None if stay else rng.randint(0, body["max_tokens"]))
-        except httpx.HTTPError as error:
-            tally.failed.append(f"{type(error).__name__}: {error}")
-            await asyncio.sleep(0.1)
+        leave_after = math.inf if rng.random() >= given.disconnects else rng.randint(0, body["max_tokens"])
+        record = await complete(
+            client, "/v1/completions", json.dumps(body).encode(), index=number, scheduled_s=time.monotonic(),
+            timeout_s=120.0 if leave_after else 0.01, leave_after=leave_after,
+        )  # fmt: skip
+        await asyncio.sleep(tally.add(record))
 
 
-async def _request(client: httpx.AsyncClient, tally: Totals, body: dict, leave_after: int | None) -> None:
-    """Reads one stream; the client hangs up after `leave_after` chunks (0: before the first; None: never)."""
-    sent = time.monotonic()
-    if leave_after == 0:
-        try:
-            await client.post("/v1/completions", json=body, timeout=0.01)
-        except httpx.TimeoutException:
-            tally.disconnected += 1
-            return
-    seen, last, gap, came = 0, "", 0.0, 0.0
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        if answer.status_code != 200:
-            await _refused(answer, tally)
-            return
-        async for line in answer.aiter_lines():
-            if not line:
-                continue
-            now = time.monotonic()
-            if not seen:
-                tally.ttft.append(now - sent)
-            else:
-                gap = max(gap, now - came)
-            seen, last, came = seen + 1, line, now
-            if line.startswith('data: {"error"'):  # a text may be "error"
-                tally.failed.append(line[:200])
-            if leave_after is not None and seen >= leave_after:
-                tally.disconnected += 1
-                return
-    tally.chunks += seen - 1
-    tally.finished += 1
-    tally.gaps.append(gap)
-    if last != "data: [DONE]":
-        tally.failed.append(f"a stream ended with {last[:100]!r}")
-
-
-async def _refused(answer: httpx.Response, tally: Totals) -> None:
-    text = (await answer.aread()).decode("utf-8", "replace")
-    if answer.status_code == 503 and "queue_full" in text:
-        tally.busy += 1
-        await asyncio.sleep(0.2)
-    else:
-        tally.failed.append(f"{answer.status_code}: {text[:200]}")
-
-
-async def _sample(client: httpx.AsyncClient, tally: Totals, started: float, pid: int | None) -> None:
+async def _sample(client: Client, tally: Totals, started: float, pid: int | None) -> None:
     while True:
         _look(tally, pid)
         values = await _metrics(client)
@@ -163,7 +136,7 @@ async def _sample(client: httpx.AsyncClient, tally: Totals, started: float, pid:
         running, waiting, pages = (int(values[name]) for name in _LEFT_BEHIND)
         print(
             f"{time.monotonic() - started:5.0f} s: {running} running, {waiting} waiting, {pages} pages{resident}, "
-            f"{tally.finished} finished, {tally.disconnected} hung up, {len(tally.failed)} failed",
+            f"{len(tally.gaps)} finished, {tally.disconnected} hung up, {len(tally.failed)} failed",
             flush=True,
         )
         await asyncio.sleep(_SAMPLE_S)
@@ -181,18 +154,18 @@ def _look(tally: Totals, pid: int | None) -> None:
             tally.descriptors[-1][process.pid] = process.num_fds()
 
 
-async def _metrics(client: httpx.AsyncClient) -> dict[str, float]:
-    answer = await client.get("/metrics")
-    answer.raise_for_status()
+async def _metrics(client: Client) -> dict[str, float]:
+    async with client.request("GET", "/metrics") as answer:
+        text = (await answer.read(1 << 24)).decode()
     values: dict[str, float] = {}
-    for line in answer.text.splitlines():
+    for line in text.splitlines():
         if not line.startswith("#"):
             name = line.split("{")[0].split(" ")[0]
             values[name] = values.get(name, 0.0) + float(line.rpartition(" ")[2])
     return values
 
 
-async def _wait_until_idle(client: httpx.AsyncClient, seconds: float = 30.0) -> dict[str, float]:
+async def _wait_until_idle(client: Client, seconds: float = 30.0) -> dict[str, float]:
     """Returns what is left behind, as soon as nothing is, or after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
@@ -216,11 +189,11 @@ def _report(
     if tally.descriptors:
         problems += descriptor_problems(tally.descriptors[0], tally.descriptors[-1])
     problems += [f"{len(tally.failed)} requests failed, the first with {tally.failed[0]}"] if tally.failed else []
-    problems += ["no stream finished"] if not tally.finished else []
+    problems += ["no stream finished"] if not tally.gaps else []
     if growth is not None and growth > given.max_growth_mib:
         problems.append(f"resident memory grew by {growth:.1f} MiB")
     counts: list[list[Cell]] = [
-        ["streams finished", tally.finished],
+        ["streams finished", len(tally.gaps)],
         ["hung up", tally.disconnected],
         ["refused, the queue being full", tally.busy],
         ["failed", len(tally.failed)],

@@ -17,7 +17,6 @@ has no stages of DSpark: without DIR a small model of DeepSeek-V4's form, with r
 import argparse
 import dataclasses
 import itertools
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks.record import Cell, Report, run, spread
+from benchmarks.engines import answer
+from benchmarks.record import Cell, Report, arguments, run, spread
 from configs.deepseek_v4_flash_0731 import DEEPSEEK_V4_FLASH_0731
 from dsv3 import SamplingParams
 from dsv3.config.hugging_face import load_config
@@ -39,7 +39,6 @@ from dsv3.engine.functions import model_functions
 from dsv3.engine.limits import Hardware, engine_config
 from dsv3.engine.stored import use_compilation_cache
 from dsv3.model import initialize
-from dsv3.scheduler.request import EngineRequest
 from dsv3.text.tokenizer import Tokenizer
 from training.corpus import documents, split_documents, standard_library
 
@@ -85,49 +84,34 @@ class Run(NamedTuple):
 
 
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", default="mtp", choices=("mtp", "ngram", "dspark"))
-    for name, value in (("rounds", 3), ("tokens", 128), ("drafts", None)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--synthetic", type=lambda text: [float(rate) for rate in text.split(",")])
-    parser.add_argument("--model", type=Path)
-    arguments = parser.parse_args()
-    method, synthetic = arguments.method, arguments.synthetic
+    given = arguments(__doc__, method="mtp", rounds=3, tokens=128, drafts=int, synthetic=str, model=Path)
+    method, synthetic = given.method, given.synthetic and [float(rate) for rate in given.synthetic.split(",")]
     if method == "dspark" and synthetic is None:
-        parser.error("--method dspark: the bundled model has no stages of DSpark; give --synthetic")
-    count = range((arguments.drafts or (5 if method == "dspark" else 3)) + 1)
+        raise SystemExit("--method dspark: the bundled model has no stages of DSpark; give --synthetic")
+    count = range((given.drafts or (5 if method == "dspark" else 3)) + 1)
     if synthetic is None:
         engines = [_engine(_config(method, n)) for n in count]
     else:
-        engines = [_random_engine(arguments.model, method, n, synthetic) for n in count]
+        engines = [_random_engine(given.model, method, n, synthetic) for n in count]
     for engine in engines:
         engine.warm_up()
     prompts = _prompts() if synthetic is None else _random_prompts(engines[0].model_cfg.vocab_size)
-    columns = [
-        "text",
-        "requests",
-        "drafts",
-        "accepted by place",
-        "tokens per row",
-        "speed",
-        "host per step",
-        "same texts",
-    ]
+    columns = ["text", "requests", "drafts", "accepted by place", "tokens per row", "speed", "host per step",
+               "same texts"]  # fmt: skip
     title = "Over no drafts" + ("; synthetic acceptance and random weights: texts mean nothing" if synthetic else "")
-    report.table(title, columns, _lines(engines, prompts, arguments))
-    assert all(engine.stats().recompilations == 0 for engine in engines)
+    report.table(title, columns, _lines(engines, prompts, given))
 
 
-def _lines(engines: list[Engine], prompts: list[list[int]], arguments: argparse.Namespace) -> Iterator[list[Cell]]:
+def _lines(engines: list[Engine], prompts: list[list[int]], given: argparse.Namespace) -> Iterator[list[Cell]]:
     for (name, sampling), size in itertools.product(SAMPLING.items(), SIZES):
-        if arguments.synthetic:
+        if given.synthetic:
             sampling = sampling | {"seed": None}  # requests of one seed would have the same coins
-        params = SamplingParams(max_tokens=arguments.tokens, ignore_eos=True, **sampling)
-        runs = [[_run(engine, prompts[:size], params) for engine in engines] for _ in range(arguments.rounds + 1)]
+        params = SamplingParams(max_tokens=given.tokens, ignore_eos=True, **sampling)
+        runs = [[_run(engine, prompts[:size], params) for engine in engines] for _ in range(given.rounds + 1)]
         for drafts in range(1, len(engines)):
             pairs = [(each[0], each[drafts]) for each in runs[1:]]
             same = [a == b for plain, drafting in pairs for a, b in zip(plain.texts, drafting.texts, strict=True)]
-            equal = None if arguments.synthetic else f"{sum(same)} of {len(same)}"
+            equal = None if given.synthetic else f"{sum(same)} of {len(same)}"
             yield [name, size, drafts, *_figures(pairs), equal]
 
 
@@ -175,14 +159,9 @@ def _random_prompts(vocab_size: int) -> list[list[int]]:
 
 
 def _run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> Run:
-    before, started = engine.stats(), time.perf_counter()
-    for number, prompt in enumerate(prompts):
-        engine.add(EngineRequest(request_id=number, prompt_token_ids=prompt, sampling=params))
-    texts: list[list[int]] = [[] for _ in prompts]
-    while engine.has_work:
-        for output in engine.step():
-            texts[output.request_id] += output.token_ids
-    seconds, after = time.perf_counter() - started, engine.stats()
+    before = engine.stats()
+    texts, seconds, _ = answer(engine, prompts, params)
+    after = engine.stats()
     rows, accepted = 0, np.zeros(0)
     if (drafts := after.jobs.get("draft")) is not None:
         earlier = before.jobs["draft"]

@@ -13,27 +13,26 @@ The second table makes a vocabulary of 129,280 tokens out of the standard librar
 along tokens drawn by chance: how long a mask takes.
 """
 
-import argparse
 import itertools
 import re
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from benchmarks.record import Report, elapsed, run, spread
+from benchmarks.engines import answer, bundled_engine
+from benchmarks.record import Report, arguments, elapsed, run, spread
 from dsv3 import SamplingParams, StructuredOutputsParams
-from dsv3.config.options import EngineOptions
-from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.engine import Engine
-from dsv3.scheduler.request import EngineRequest
 from dsv3.text.grammar import plain_grammar
 from dsv3.text.matcher import GrammarVocabulary, Matcher
 from training.corpus import documents, standard_library
 
 REQUESTS, PROMPT = 16, 64
+LIMITS: dict[str, Any] = {}
 VOCAB_SIZE, END = 129_280, "<end>"
 ORDER = {
     "type": "object",
@@ -73,11 +72,7 @@ CONSTRAINTS = {"schema": StructuredOutputsParams(json=SCHEMA), "any text": Struc
 
 
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=192)
-    parser.add_argument("--only", choices=["speed", "masks"])
-    args = parser.parse_args()
+    args = arguments(__doc__, rounds=7, tokens=192, only=None)
     if args.only != "masks":
         _compare(report, args.rounds, args.tokens)
     if args.only != "speed":
@@ -85,9 +80,7 @@ def main(report: Report) -> None:
 
 
 def _compare(report: Report, rounds: int, tokens: int) -> None:
-    limits = EngineOptions(max_num_seqs=REQUESTS, max_model_len=PROMPT + tokens)
-    engine = build_engine(bundled_model(), limits, progress=False)
-    engine.warm_up()
+    engine = bundled_engine(max_num_seqs=REQUESTS, max_model_len=PROMPT + tokens, **LIMITS)
     kinds = [("schema", REQUESTS // 2), ("any text", REQUESTS // 2), ("schema", REQUESTS)]
     for kind, held in kinds:
         _seconds(engine, tokens, held, kind)
@@ -95,7 +88,6 @@ def _compare(report: Report, rounds: int, tokens: int) -> None:
         [_seconds(engine, tokens, 0, kind) / _seconds(engine, tokens, held, kind) for kind, held in kinds]
         for _ in range(rounds)
     ])  # fmt: skip
-    assert engine.stats().recompilations == 0
     rows = ([held, kind, *map(spread, ratios[:, i].T)] for i, (kind, held) in enumerate(kinds))
     title = f"Tokens per second over those of {REQUESTS} free requests"
     report.table(title, ["requests held", "to", "wall time", "processor time"], rows)
@@ -103,20 +95,13 @@ def _compare(report: Report, rounds: int, tokens: int) -> None:
 
 def _seconds(engine: Engine, tokens: int, held: int, kind: str) -> np.ndarray:
     """Returns how long the requests take, `held` of them held to `CONSTRAINTS[kind]`: wall and processor seconds."""
-    rng = np.random.default_rng(0)
-    for i in range(REQUESTS):
-        constraint = CONSTRAINTS[kind] if i < held else None
-        sampling = SamplingParams(
-            temperature=1.0, seed=i, max_tokens=tokens, ignore_eos=True, structured_outputs=constraint
-        )
-        prompt = rng.integers(300, 3000, PROMPT).tolist()
-        engine.add(EngineRequest(request_id=i, prompt_token_ids=prompt, sampling=sampling))
-    count, started = 0, np.array([time.perf_counter(), time.process_time()])
-    while engine.has_work:
-        count += sum(len(output.token_ids) for output in engine.step())
-    seconds = np.array([time.perf_counter(), time.process_time()]) - started
-    assert count == REQUESTS * tokens, "an answer has ended"
-    return seconds
+    how: dict[str, Any] = {"temperature": 1.0, "max_tokens": tokens, "ignore_eos": True}
+    constraints = [CONSTRAINTS[kind] if i < held else None for i in range(REQUESTS)]
+    sampling = (SamplingParams(seed=i, structured_outputs=each, **how) for i, each in enumerate(constraints))
+    prompts = np.random.default_rng(0).integers(300, 3000, (REQUESTS, PROMPT)).tolist()
+    found = answer(engine, prompts, *sampling)
+    assert all(len(each) == tokens for each in found.tokens), "an answer has ended"
+    return np.array(found[1:])
 
 
 def _masks(report: Report) -> None:

@@ -7,49 +7,37 @@ each round has new prompts. "Speed" is the time with the defaults over that with
 choices, kernels by how many.
 """
 
-import argparse
 import itertools
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.record import Cell, Report, run, spread
+from benchmarks.engines import answer, bundled_engine
+from benchmarks.record import Cell, Report, arguments, run, spread
 from dsv3 import SamplingParams
 from dsv3.config.options import EngineOptions
-from dsv3.engine.build import build_engine, bundled_model
+from dsv3.engine.build import bundled_model
 from dsv3.engine.engine import Engine
 from dsv3.engine.tuning import Tuning
-from dsv3.scheduler.request import EngineRequest
 from tools.tune.run import tune
 
 LIMITS = {"max_num_seqs": 32}
 SIZES, PROMPTS, ANSWER = (1, 6, 20, 32), (20, 100, 300), 64
-_ids = itertools.count()
 
 
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget_seconds", type=float, default=500.0)
-    parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
+    given = arguments(__doc__, budget_seconds=500.0, rounds=7)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tuning.json"
-        tuning = tune(bundled_model(), EngineOptions(**LIMITS), path, arguments.budget_seconds)
+        tuning = tune(bundled_model(), EngineOptions(**LIMITS), path, given.budget_seconds)
         columns = ["choice", "default", "chosen", "times as fast"]
         report.table("What was chosen", columns, _choices(tuning))
-        engines = [
-            build_engine(bundled_model(), EngineOptions(tuning=file, **LIMITS), progress=False)
-            for file in (None, str(path))
-        ]
-    for engine in engines:
-        engine.warm_up()
+        engines = [bundled_engine(tuning=file, **LIMITS) for file in (None, str(path))]
     columns = ["requests at once", "prompt (tokens)", "answer (tokens)", "speed"]
-    report.table("Tuned over defaults", columns, _rows(engines, arguments.rounds))
-    assert all(engine.stats().recompilations == 0 for engine in engines)
+    report.table("Tuned over defaults", columns, _rows(engines, given.rounds))
 
 
 def _choices(tuning: Tuning) -> Iterator[list[Cell]]:
@@ -68,25 +56,15 @@ def _choices(tuning: Tuning) -> Iterator[list[Cell]]:
 
 
 def _rows(engines: list[Engine], rounds: int) -> Iterator[list[Cell]]:
-    random = np.random.default_rng(0)
+    random, sampling = np.random.default_rng(0), SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
     for size, length in itertools.product(SIZES, PROMPTS):
         speeds = []
         for number in range(rounds + 1):
             prompts = random.integers(0, engines[0].model_cfg.vocab_size, (size, length)).tolist()
             order = engines if number % 2 else engines[::-1]
-            seconds = {id(engine): _answer(engine, prompts) for engine in order}
+            seconds = {id(engine): answer(engine, prompts, sampling).seconds for engine in order}
             speeds.append(seconds[id(engines[0])] / seconds[id(engines[1])])
         yield [size, length, ANSWER, spread(speeds[1:])]  # what runs first is slower
-
-
-def _answer(engine: Engine, prompts: list[list[int]]) -> float:
-    sampling = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
-    for prompt in prompts:
-        engine.add(EngineRequest(request_id=next(_ids), prompt_token_ids=prompt, sampling=sampling))
-    started = time.perf_counter()
-    while engine.has_work:
-        engine.step()
-    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

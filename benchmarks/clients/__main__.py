@@ -10,7 +10,6 @@ Exit status 0: every check of every client that is there has passed.
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import re
@@ -22,14 +21,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.clients.checking import MODEL
-from benchmarks.instances import free_port, is_healthy, running
-from benchmarks.record import ROOT, Report, run
-from tests.dsv3.server import serving
+from benchmarks.instances import SERVE, is_healthy, serving
+from benchmarks.record import ROOT, Report, parser_of, run
+from tests.dsv3.server import serving as stand_in
 from tests.dsv3.text import dialects
 
 PASSED = "passed"
-_START_S, _CLIENT_S = 900, 900
-_ARGUMENTS = ["--tool_call_parser=deepseek_v31", "--max_model_len=2048", "--batch_dir={scratch}/batches"]
+_CLIENT_S = 900
+_ARGUMENTS = ["--tool_call_parser=deepseek_v31", "--max_model_len=2048", "--batch_dir={scratch}/batches",
+              f"--served_model_name={MODEL}"]  # fmt: skip
 
 
 class Client(NamedTuple):
@@ -104,7 +104,7 @@ CLIENTS = (
 
 def main(report: Report) -> int:
     """Reports the table; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--python", required=True, help="interpreter of the environment that has the clients")
     parser.add_argument("--aiperf", help="interpreter of another one, for aiperf")
     parser.add_argument("--only", nargs="*", help="packages to run, all of them if not given")
@@ -123,17 +123,14 @@ def main(report: Report) -> int:
 @contextlib.contextmanager
 def _servers(scratch: Path) -> Iterator[dict[str, str]]:
     """Yields what stands for the places in commands, the two servers' addresses among them."""
-    port = free_port()
-    command = [sys.executable, "-m", "launch.serve", f"--port={port}", f"--served_model_name={MODEL}"]
-    command += [argument.format(scratch=scratch) for argument in _ARGUMENTS]
-    url = f"http://127.0.0.1:{port}"
+    arguments = [argument.format(scratch=scratch) for argument in _ARGUMENTS]
     (scratch / "tools").mkdir()
     with (
-        serving.running(dialects.write(scratch / "tools")) as tools,
-        running(command, functools.partial(is_healthy, url), _START_S, _environment()),
+        stand_in.running(dialects.write(scratch / "tools")) as tools,
+        serving(*arguments, command=SERVE, **_environment()) as bundled,
     ):
-        yield {"url": url, "tools_url": tools.url, "model": MODEL, "root": str(ROOT)}
-        assert is_healthy(url), "the server did not survive its clients"
+        yield {"url": bundled.url, "tools_url": tools.url, "model": MODEL, "root": str(ROOT)}
+        assert is_healthy(bundled.url), "the server did not survive its clients"
 
 
 def _environment(is_offline: bool = True) -> dict[str, str]:

@@ -3,28 +3,28 @@
 A process starts in some 5 s, and a case takes 2: so a child measures up to eight rows of one table, one after the
 other, and prints each as it is there. A row that raises is a failed row, and the next one is measured. Within the child
 each row has a time limit; where one hangs or crashes the child, it fails by name, and another child goes on behind it.
-The tables are written anew after each child. The parent never touches a device, whose memory is the children's.
+A table is printed once its rows are measured. The parent never touches a device, whose memory is the children's.
 """
 
-import argparse
-import datetime
 import faulthandler
+import functools
 import itertools
 import json
 import math
-import shlex
+import operator
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from benchmarks.record import Report, Table, rounded
+from benchmarks.record import Report, parser_of
 from dsv3.processes.child import ChildResult, run_limited
 from pallas_kernels import aot
-from pallas_kernels.backend import is_hopper, prepare, resolve_backend
+from pallas_kernels.backend import Backend, is_hopper, prepare, resolve_backend
+from pallas_kernels.checks import Case
 from pallas_kernels.checks.case import ContextLostError, Row
 from tools.doctor.rates import Roofs, measure_roofs
 
@@ -34,77 +34,76 @@ _START_S = 60.0
 ROOFS = "roofs"
 type Key = tuple[str, str]
 """Table and name of a row."""
+type Program = tuple[str, Callable[..., Any], tuple[Any, ...]]
+"""A name, a function, and the shapes of its arguments."""
 
 
 def main(
     report: Report,
     module: str,
-    title: str,
+    doc: str | None,
     keys: Sequence[Key],
     measure: Callable[[Key, Roofs], Row],
-    programs: Callable[[], Iterator[tuple[str, Callable[..., Any], tuple]]],
+    programs: Callable[[], Iterator[Program]],
 ) -> int:
     """Runs a benchmark, or as its child some rows of it, or compiles its programs; returns the exit status.
 
-    Args:
-      report: gets the tables of a run.
-      module: `benchmarks.gpu.x`, for the command and the files.
-      title: what the help says.
-      keys: the rows, most important first; a run short of time leaves the last ones out.
-      measure: (key, roofs) -> the row; called in a child alone.
-      programs: what `--compile` compiles, (name, function, shapes).
+    `keys` are the rows, most important first: a run short of time leaves the last ones out. `measure` is called in a
+    child alone. `programs` are what `--compile` compiles.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=title)
-    name = module.rpartition(".")[2]
-    parser.add_argument("--out", type=Path, default=Path("runs") / name, help="folder for the tables")
+    parser = parser_of(doc)
     parser.add_argument("--minutes", type=float, default=8.5, help="time limit; later rows are left out, and said so")
     parser.add_argument("--seconds", type=float, default=60, help="time limit of a row")
     parser.add_argument("--compile", action="store_true", help="compile for an H200 and gate its kernels' resources")
-    parser.add_argument("--rows", help=argparse.SUPPRESS)  # a child's: JSON of its keys
-    parser.add_argument("--roofs", help=argparse.SUPPRESS)  # a child's: JSON of what has been measured
+    parser.add_argument("--rows", type=json.loads, help="those that a child measures")
+    parser.add_argument("--roofs", type=json.loads, help="as they have been measured, for a child")
     args = parser.parse_args()
     if args.compile:
         return gate_resources(programs())
     if args.rows:
-        return _measure_here(json.loads(args.rows), json.loads(args.roofs), args.seconds, measure)
+        return _measure_here(args.rows, args.roofs, args.seconds, measure)
     command = [sys.executable, "-m", module, "--seconds", str(args.seconds)]
-    said = f"python -m {module} {shlex.join(sys.argv[1:])}"
-    run = Run(args.out / name, said)
-    status = measure_all(run, command, keys, args.seconds, time.monotonic() + 60 * args.minutes)
-    for table in run.tables():
-        report.table(table.title, table.columns, table.rows)
-    return status
+    return measure_all(report, command, keys, args.seconds, time.monotonic() + 60 * args.minutes)
 
 
-def measure_all(run: "Run", command: Sequence[str], keys: Sequence[Key], seconds: float, deadline: float) -> int:
-    """Measures the roofs and then the rows in children of `command`; writes the files of `run` after each child."""
-    roofs = _child(command, [(ROOFS, ROOFS)], {}, seconds, math.inf)
-    rows, ended = _printed(roofs), roofs
-    if ROOFS not in rows or not rows[ROOFS].passed:
-        print(ended.log, rows.get(ROOFS, Row(ROOFS, False)).says or f"the roofs: {ended.cause}", file=sys.stderr)
+def measure_all(report: Report, command: Sequence[str], keys: Sequence[Key], seconds: float, deadline: float) -> int:
+    """Measures the roofs and then the rows in children of `command`, and reports each table."""
+    ended = _child(command, [(ROOFS, ROOFS)], {}, seconds, math.inf)
+    roofs = _printed(ended).get(ROOFS)
+    if roofs is None or not roofs.passed:
+        print(ended.log, roofs.says if roofs else f"the roofs: {ended.cause}", file=sys.stderr)
         return 2 if ended.status == 2 else 1
-    run.begin(rows[ROOFS])
-    for group in _groups(keys):
-        _measure_group(command, group, run, seconds, deadline)
-    return 0 if all(row.passed for _, row in run.rows) else 1
+    report.table("Roofs, measured in this run", ["device", *roofs.figures], [[roofs.says, *roofs.figures.values()]])
+    passed = True
+    for table, group in itertools.groupby(keys, key=operator.itemgetter(0)):
+        found = [
+            (name, row)
+            for some in itertools.batched(group, AT_ONCE)
+            for (_, name), row in _rows(command, list(some), roofs.figures, seconds, deadline)
+        ]
+        columns = list(dict.fromkeys(figure for _, row in found for figure in row.figures))
+        says = (row.says if row.passed else f"WRONG: {row.says}".replace("|", "/") for _, row in found)
+        cells = ([name, *map(row.figures.get, columns)] for name, row in found)
+        report.table(table, ["case", *columns, "says"], ([*some, last] for some, last in zip(cells, says, strict=True)))
+        passed &= all(row.passed for _, row in found)
+    return 0 if passed else 1
 
 
-def _measure_group(command: Sequence[str], group: list[Key], run: "Run", seconds: float, deadline: float) -> None:
+def _rows(
+    command: Sequence[str], group: list[Key], roofs: Roofs, seconds: float, deadline: float
+) -> Iterator[tuple[Key, Row]]:
     while group:
         if deadline - time.monotonic() < _START_S / 2:
-            run.left_out += [": ".join(key) for key in group]
-            run.write()
+            yield from ((key, Row("", True, "left out: --minutes are over")) for key in group)
             return
-        ended = _child(command, group, run.roofs.figures, seconds, deadline - time.monotonic() + _START_S)
+        ended = _child(command, group, roofs, seconds, deadline - time.monotonic() + _START_S)
         rows = _printed(ended)
         while group and (row := rows.get(": ".join(group[0]))):
-            run.rows.append((group.pop(0), row))
+            yield group.pop(0), row
         if group and ended.status != _LOST:
             last = (ended.log.strip().splitlines() or [""])[-1]
-            says = f"ended its process: {'took too long' if _OVERDUE in ended.log else ended.cause}; {last[:200]}"
-            key = group.pop(0)
-            run.rows.append((key, Row(": ".join(key), False, says)))
-        run.write()
+            cause = "took too long" if _OVERDUE in ended.log else ended.cause
+            yield group.pop(0), Row("", False, f"ended its process: {cause}; {last[:200]}")
 
 
 _LOST = 3  # a child's exit status after a row, which it has printed, that has cost it the device
@@ -146,52 +145,6 @@ def _printed(ended: ChildResult) -> dict[str, Row]:
     return rows
 
 
-def _groups(keys: Sequence[Key]) -> list[list[Key]]:
-    """Returns the keys in order, at most AT_ONCE of one table together."""
-    tables = (list(found) for _, found in itertools.groupby(keys, key=lambda key: key[0]))
-    return [list(some) for table in tables for some in itertools.batched(table, AT_ONCE)]
-
-
-class Run:
-    """The tables of a run, in `file`.md and `file`.json: a column for each figure of a table's rows."""
-
-    def __init__(self, file: Path, command: str):
-        self.file, self._command = file, command
-        self.roofs, self.rows = Row(ROOFS, False), list[tuple[Key, Row]]()
-        self.left_out: list[str] = []
-
-    def begin(self, roofs: Row) -> None:
-        """Notes what the device does without kernels of ours, and writes the files."""
-        self.roofs, self._began = roofs, datetime.datetime.now(datetime.UTC)
-        self.write()
-
-    def tables(self) -> Iterator[Table]:
-        """Yields the roofs, and the rows by table."""
-        if self.roofs.figures:
-            yield Table("Roofs, measured in this run", ["device", *self.roofs.figures], [
-                [self.roofs.says, *map(rounded, self.roofs.figures.values())]
-            ])  # fmt: skip
-        for title in dict.fromkeys(table for (table, _), _ in self.rows):
-            rows = [(name, row) for (of, name), row in self.rows if of == title]
-            columns = list(dict.fromkeys(figure for _, row in rows for figure in row.figures))
-            says = ("" if row.passed else f"WRONG: {row.says}".replace("|", "/") for _, row in rows)
-            cells = ([name, *(rounded(row.figures.get(each)) for each in columns)] for name, row in rows)
-            found = [[*first, last] for first, last in zip(cells, says, strict=True)]
-            yield Table(title, ["case", *columns, "says"], found)
-
-    def write(self) -> None:
-        """Writes the tables as they are now."""
-        lines = [f"{self._began:%Y-%m-%d %H:%M UTC}; {self.roofs.says}", f"command: {self._command}", ""]
-        for table in self.tables():
-            lines += [f"## {table.title}", "", *table.lines(), ""]
-        lines += ["Left out for lack of time: " + what for what in self.left_out]
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.with_suffix(".md").write_text("\n".join(lines) + "\n")
-        rows = [{"table": table, "name": name} | row.as_json() for (table, name), row in self.rows]
-        record = {"command": self._command, "roofs": dict(self.roofs.figures), "left_out": self.left_out, "rows": rows}
-        self.file.with_suffix(".json").write_text(json.dumps(record, indent=1))
-
-
 def roofs_here() -> Row:
     """Measures the device's roofs; in a child alone. Raises SystemExit with status 2 where there is no Hopper GPU."""
     device = jax.devices()[0]
@@ -204,8 +157,14 @@ def roofs_here() -> Row:
     return Row(ROOFS, True, says, measure_roofs())
 
 
-def gate_resources(programs: Iterator[tuple[str, Callable[..., Any], tuple]]) -> int:
-    """Compiles (name, function, shapes) for an H200, prints registers and spills; returns 1 if a kernel spills."""
+def program_of(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns the call of a case by the kernels for Hopper, and the shapes of its arguments."""
+    operands = jax.eval_shape(case.operands, jax.random.key(0))
+    return functools.partial(case.call, backend=Backend.MOSAIC), (operands, jax.ShapeDtypeStruct((), jnp.int32))
+
+
+def gate_resources(programs: Iterator[Program]) -> int:
+    """Compiles programs for an H200, prints registers and spills; returns 1 if a kernel spills."""
     spilled = 0
     for name, call, shapes in programs:
         compiled, kernels = aot.compile_with_resources(call, *shapes)

@@ -1,6 +1,6 @@
 """Reads the main loops of the kernels from their machine code, and says in a model what binds them. No GPU is needed.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.gpu.machine_code [--only decode] [--multiprocessors 78]
+    JAX_PLATFORMS=cpu python -m benchmarks.gpu.machine_code [--only decode|dense] [--multiprocessors 78]
 
 Compiles each kernel at production shapes for sm_90a, disassembles it (ptxas and nvdisasm of the `aot` extra) and
 reports for each main loop: instructions by class, stall counts, registers, shared memory, arrivals, bounds by resource,
@@ -10,7 +10,6 @@ and FlashAttention-3, made the same way (`sass/others.json` says from what).
 Nothing here is a measured time. docs/performance/machine_code.md says what the figures mean.
 """
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -20,28 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.gpu.sass import ceilings, counts, disassembly, kernels, loops, model
-from benchmarks.record import Cell, Report, run
+from benchmarks.record import Cell, Report, arguments, run
 from pallas_kernels import aot
-from pallas_kernels.checks.attention import LATENT
 from pallas_kernels.mosaic import NUM_SMS
 from pallas_kernels.multiprocessors import Multiprocessors, taking
 
 RESOURCES = ("tensor core", "shared memory", "issue", "exp2", "L2", "memory")
 OTHERS = json.loads((Path(__file__).parent / "sass" / "others.json").read_text())
-
-HEADS, NEW, CACHED = 128, (128, 512, 2048, 4096), (8192, 32_768, 131_072)
-DECODE, SPANS = "decode, 128 heads", "prefill to spans of keys, 192 and 128"
-AFTER_CACHED = (
-    "new tokens",
-    "cached",
-    "absorbed",
-    "expanded",
-    "of it keys and values",
-    "absorbed / expanded",
-    "FA3 for ours",
-)
-_PER_CYCLE = 4096 * 993 / 1979  # operations in bfloat16 of a multiprocessor, at the share that DeepGEMM reaches in FP8
-_KEYS, _ROWS, _TOKENS = 128, 64, 128  # of a pass: keys of both loops, rows of decode's, query tokens of prefill's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +70,7 @@ class Reading:
 
 
 def main(report: Report) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="kernels whose name contains this, or one of these: A|B")
-    parser.add_argument("--multiprocessors", type=int, default=NUM_SMS, help="that kernels take: 78 of an H20")
-    args = parser.parse_args()
-    if args.multiprocessors < 1:
-        parser.error(f"--multiprocessors {args.multiprocessors}: at least 1")
+    args = arguments(__doc__, only="", multiprocessors=NUM_SMS)
     chosen = [kernel for kernel in kernels.kernels() if any(each in kernel.name for each in args.only.split("|"))]
     if not chosen:
         print(f"no kernel is called {args.only!r}: {[kernel.name for kernel in kernels.kernels()]}", file=sys.stderr)
@@ -158,35 +137,11 @@ def tabulate(report: Report, readings: Sequence[Reading]) -> None:
     report.table("Bounds and modelled cycles of a pass", columns, rows(_cycle_rows))
     columns = ["kernel", "link", "warpgroup 0", "warpgroup 1", "warpgroup 2, where it dequantizes"]
     report.detail("What each warpgroup waits for, in cycles of a pass (round robin)", columns, rows(_waiting_rows))
-    by_name = {reading.kernel.name: reading for reading in readings}
-    both = [by_name[name] for name in (DECODE, SPANS) if name in by_name]
-    if len(both) == 2:
-        others = OTHERS["loops"]["FA3 prefill"]["cycles"][kernels.SHARED][0]
-        found = after_cached(*(reading.cycles[kernels.SHARED][0].cycles for reading in both), others)
-        title = "New tokens after cached ones, in millions of cycles of one multiprocessor (round robin)"
-        report.table(title, AFTER_CACHED, found)
     if any(reading.kernel.passes == kernels.PRODUCT_PASS for reading in readings):
         report.table("Ceilings of FP8 products, as shares of the tensor core's rate", ceilings.HEAD,
                      ceilings.rows(OTHERS["tiles"]))  # fmt: skip
     sources = ((name, source) for name, source in OTHERS["sources"].items())
     report.detail(f"Whose the stored figures are. {OTHERS['about']}", ["name", "source"], sources)
-
-
-def after_cached(decode: float, spans: float, others: float) -> Iterator[tuple]:
-    """Yields what attention of new tokens to cached ones takes in both forms, in millions of a multiprocessor's cycles.
-
-    The absorbed form runs the loop of decode, the expanded one that of prefill, after the products that make keys and
-    values. Arguments are cycles of a pass. Epilogues, launches and last waves are left out, like tokens' attention to
-    each other.
-    """
-    for cached in CACHED:
-        for new in NEW:
-            passes = HEADS * cached // _KEYS
-            made = 2 * HEADS * cached * LATENT * (128 + 128) / _PER_CYCLE
-            absorbed = new * passes // _ROWS * decode
-            expanded, theirs = (-(-new // _TOKENS) * passes * each + made for each in (spans, others))
-            figures = (f"{each / 1e6:,.0f}" for each in (absorbed, expanded, made))
-            yield (f"{new:,}", f"{cached:,}", *figures, f"{absorbed / expanded:.2f}", f"{theirs / 1e6:,.0f}")
 
 
 def _loop_rows(reading: Reading) -> Iterator[tuple]:

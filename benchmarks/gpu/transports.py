@@ -10,7 +10,6 @@ in every bit. `--nodes 2` makes two nodes of the GPUs, for transports with a hop
 writes its stacks and ends.
 """
 
-import argparse
 import faulthandler
 import functools
 import json
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.record import Cell, Report, run
+from benchmarks.record import Cell, Report, parser_of, run
 from pallas_kernels.float8 import E4M3
 from sharding.experts.library_hop import LibraryHop
 from sharding.experts.rows import TokenRows, unpacked
@@ -49,13 +48,13 @@ type Arrays = tuple[jax.Array, ...]
 
 
 def main(report: Report) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", choices=[kind.value for kind in TransportKind], help="this transport, and ring")
     parser.add_argument("--nodes", type=int, default=1, help="nodes that the GPUs are divided into")
     parser.add_argument("--processes", type=int, default=1, help="processes, each with one GPU, or one with all")
     parser.add_argument("--seconds", type=float, default=120, help="time limit of a row")
-    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)  # a child's number
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--process", type=int, help="a child's number")
+    parser.add_argument("--port", type=int, help="of a child's coordinator")
     args = parser.parse_args()
     if args.processes > 1 and args.process is None:
         rows: Iterator[list[Cell]] = _by_processes(args.processes, sys.argv[1:])

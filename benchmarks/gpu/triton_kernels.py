@@ -1,13 +1,12 @@
 """What the Triton kernels take of each GPU, compiled without one: registers, spills and shared memory.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.gpu.triton_kernels [--gpu 86 --gpu 120] [--only decode]
+    JAX_PLATFORMS=cpu python -m benchmarks.gpu.triton_kernels [--gpu 86,120] [--only decode]
 
 Compiles every kernel at DeepSeek-V3's and V4's shapes for every compute capability of `pallas_kernels/gpus.py`:
 registers x warps, KiB of shared memory. Exits with 1 if a kernel spills, or does not fit the shared memory of a
 program. It says nothing of speed: no GPU has run these kernels.
 """
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.record import Report, run
+from benchmarks.record import Report, arguments, run
 from pallas_kernels import gpus
 from pallas_kernels.backend import Backend
 from pallas_kernels.compressed import RowList, attend_compressed
@@ -46,8 +45,8 @@ _LONG_TABLE, _BEST = 2560, 2048
 
 
 def main(report: Report) -> int:
-    args = _arguments()
-    kinds = [gpus.by_number(number) for number in args.gpu] or list(gpus.KINDS)
+    args = arguments(__doc__, gpu=None, only="", processes=2)
+    kinds = [gpus.by_number(int(each)) for each in (args.gpu or "").split(",") if each] or list(gpus.KINDS)
     names = [name for name in cases() if not args.only or args.only in name]
     with ProcessPoolExecutor(args.processes) as pool:
         rows = pool.map(_compile, [name for name in names for _ in kinds], [k.number for _ in names for k in kinds])
@@ -182,14 +181,6 @@ def _cell(kernel: TritonResources, gpu: gpus.GpuKind) -> str:
     if kernel.spilled_bytes:
         text += f", {kernel.spilled_bytes} B spilled"
     return text if not kernel.spilled_bytes and kernel.shared_memory <= gpu.shared_memory else f"**{text}**"
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", type=int, action="append", default=[], help="compute capability, such as 86 (all)")
-    parser.add_argument("--only", help="part of a kernel's name")
-    parser.add_argument("--processes", type=int, default=2, help="compilations at a time")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Prints one JSON object per line: {"case", "passed", "says", "figures"}. A spill 
 Exits with 0 if all passed, 1 if some failed, 2 if nothing can be compiled here.
 """
 
-import argparse
 import ctypes
 import dataclasses
 import functools
@@ -25,6 +24,9 @@ import jax.numpy as jnp
 from jax.experimental import serialize_executable
 
 from benchmarks.gpu import mla, triton_kernels
+from benchmarks.gpu.children import Program, program_of
+from benchmarks.gpu.sass.kernels import prefill_topk
+from benchmarks.record import parser_of
 from configs.bundled import MODEL
 from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
 from configs.deepseek_v3 import DEEPSEEK_V3
@@ -40,13 +42,11 @@ from pallas_kernels.backend import Backend, resolve_backend
 from pallas_kernels.checks import Case, Row, experts, products
 from pallas_kernels.checks.rows import quantize_case
 from pallas_kernels.dense import layer_gemm
-from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, mla_prefill_topk, write_pages
+from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, write_pages
 from pallas_kernels.triton.resources import kernel_resources as triton_resources
 from tools.plan.deployment import Deployment
 from tools.plan.programs import abstract_params
 
-type Program = tuple[str, Callable[..., Any], tuple[Any, ...]]
-"""A name, a function, and the shapes of its arguments."""
 MODELS = {
     "bundled": MODEL,
     "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
@@ -58,8 +58,6 @@ MODELS = {
 """One of each family whose steps hold other kernels: V3.2 has sparse attention and FP8 pages, Kimi INT4 experts."""
 TRITON_GPUS = ("A100", "L40S", "B200")
 _SYMBOLS = "MOSAIC_GPU_RUNTIME_LIB_PATH"
-_DECODE = re.compile(r"decode (\d+) \| (\d+) \| \d+ \| \w+(.*), 1 waves")
-"""A case of `mla.programs`, whose lengths matter to no kernel."""
 _TOOL_SECONDS = 120
 _SAID = 300
 
@@ -73,7 +71,7 @@ ints = functools.partial(array, dtype=jnp.int32)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("part", choices=PARTS)
     part = parser.parse_args(arguments).part
     toolchain.prefer_own_ptxas()
@@ -117,16 +115,13 @@ def _row(case: str, kernel: aot.KernelResources) -> Row:
 
 def _mosaic_programs() -> Iterator[Program]:
     """Yields attention, products, rows and sparse attention: each kernel, with each of its plans that spilled once."""
-    for name, fn, arguments in mla.programs():
-        if not name.endswith("2 waves"):  # another schedule for the same kernel
-            yield re.sub(_DECODE, r"decode, \1 heads, \2 queries\3", name), fn, arguments
+    yield from mla.programs()
     prefill_of = functools.partial(mla_prefill, scale=0.1, backend=Backend.MOSAIC)
     for heads, keys, values in ((20, 256, 256), (32, 128, 128)):
         yield f"prefill, heads of {keys}", prefill_of, (*(array(4096, heads, w) for w in (keys, keys, values)), ints(9))
-    yield "prefill to top-k keys", *_chosen()
+    yield "prefill to top-k keys", *prefill_topk().program()
     for table, case in _products():
-        call = functools.partial(case.call, backend=Backend.MOSAIC)
-        yield f"{table}, {case.name}", call, (jax.eval_shape(case.operands, jax.random.key(0)), ints())
+        yield f"{table}, {case.name}", *program_of(case)
     layer = functools.partial(layer_gemm, backend=Backend.MOSAIC)
     for rows in (16, 4096):
         yield f"plain, {rows} x 2112 x 7168", layer, (array(rows, 7168), array(4, 2112, 7168), ints())
@@ -148,17 +143,6 @@ def _products() -> Iterator[tuple[str, Case]]:
         yield "heads", products.head_case(m, 128, 128, 512, transposed=transposed)
     for m in (64, 4096):
         yield "router", products.router_case(m, 256, 7168)
-
-
-def _chosen() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    T, K, H = 4096, 12288, 128
-
-    def attend(q, k, v, shared, bits, starts, ends):
-        how = {"scale": 0.1, "shared_key": shared, "backend": Backend.MOSAIC}
-        return mla_prefill_topk(q, k, v, bits, starts, ends, **how)
-
-    arrays = (array(T, H, 192), array(K, H, 128), array(K, H, 128), array(K, 64))
-    return attend, (*arrays, ints(K // 32, T), ints(T), ints(T))
 
 
 def _sparse(dtype: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -44,9 +44,12 @@ def problems_of(module: str, arguments: str) -> list[str]:
     if source is None:
         return [f"no benchmark is called {module}"]
     flags = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", arguments)) - {"record", "help"}
-    return [
-        f"{module} has no --{flag}" for flag in flags if f'"--{flag}"' not in source and 'f"--{name}"' not in source
-    ]
+    known = set(re.findall(r'"--([a-z][\w-]*)"', source))
+    known |= {name for call in re.findall(r"arguments\(__doc__, (.*)", source) for name in re.findall(r"(\w+)=", call)}
+    known |= {
+        name for names in re.findall(r"for name, \w+ in (\(.*\)):", source) for name in re.findall(r'"(\w+)"', names)
+    }
+    return [f"{module} has no --{flag}" for flag in flags - known]
 
 
 @pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import children
+from benchmarks.record import Report
 
 FAKE = """
 import os, signal, sys, time
@@ -38,32 +39,29 @@ def test_a_failure_affects_only_its_row(tmp_path: Path, monkeypatch: pytest.Monk
     keys = [("table", name) for name in ("good", "raises", "kills", "after", "lies", "loses", "hangs", "last")]
     keys.append(("other", "row"))
     command = [sys.executable, str(script), "--seconds", "15"]
-    run = children.Run(tmp_path / "out" / "fake", "fake")
-    assert children.measure_all(run, command, keys, 15, time.monotonic() + 500) == 1
-    rows = json.loads((tmp_path / "out" / "fake.json").read_text())["rows"]
-    assert [(row["table"], row["name"]) for row in rows] == keys
-    by_name = {row["name"]: row for row in rows}
-    assert {name for name, row in by_name.items() if row["passed"]} == {"good", "after", "last", "row"}
-    assert by_name["good"]["figures"]["us"] == 6
-    assert by_name["good"]["figures"]["process"] != by_name["after"]["figures"]["process"]
-    says = {name: row["says"] for name, row in by_name.items()}
-    assert says["raises"] == "raised ValueError: no such kernel" and says["lies"] == "is off"
+    report = Report()
+    assert children.measure_all(report, command, keys, 15, time.monotonic() + 500) == 1
+    roofs, table, other = report.tables
+    assert roofs.rows == [["a fake", 3]] and (table.title, other.title) == ("table", "other")
+    assert table.columns == ["case", "us", "process", "says"]
+    by_name = {str(name): figures for name, *figures in (*table.rows, *other.rows)}
+    assert list(by_name) == [name for _, name in keys]
+    assert {name for name, figures in by_name.items() if figures[-1] == ""} == {"good", "after", "last", "row"}
+    (us, process, _), (_, later, _) = by_name["good"], by_name["after"]
+    assert us == 6 and process != later
+    says = {name: str(figures[-1]) for name, figures in by_name.items()}
+    assert says["raises"] == "WRONG: raised ValueError: no such kernel" and says["lies"] == "WRONG: is off"
     assert "SIGSEGV" in says["kills"] and "took too long" in says["hangs"] and "context is gone" in says["loses"]
-    text = (tmp_path / "out" / "fake.md").read_text()
-    assert "## table" in text and "## other" in text and "| raises |" in text and "| a fake | 3 |" in text
-    assert [table.title for table in run.tables()][1:] == ["table", "other"]
 
 
-def test_rows_without_time_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_time_are_named() -> None:
     roofs = json.dumps({"case": "roofs: roofs", "passed": True, "says": "", "figures": {"rate": 1}})
     command = [sys.executable, "-c", f"print({roofs!r})"]
-    run = children.Run(tmp_path / "fake", "fake")
-    assert children.measure_all(run, command, [("table", "row")], 5, time.monotonic()) == 0
-    assert json.loads((tmp_path / "fake.json").read_text())["left_out"] == ["table: row"]
+    report = Report()
+    assert children.measure_all(report, command, [("table", "row")], 5, time.monotonic()) == 0
+    assert report.tables[-1].rows == [["row", "left out: --minutes are over"]]
 
 
-@pytest.mark.parametrize("benchmark", ["fp8_gemm"])
-def test_without_a_gpu_it_says_so(benchmark: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", f"benchmarks.gpu.{benchmark}", "--out", str(tmp_path / "out")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 2 and "needs a Hopper GPU" in ran.stderr and not (tmp_path / "out").exists()
+def test_without_a_gpu_it_says_so() -> None:
+    ran = subprocess.run([sys.executable, "-m", "benchmarks.gpu.fp8_gemm"], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 2 and "needs a Hopper GPU" in ran.stderr

@@ -186,20 +186,6 @@ def test_every_other_loop_is_one_of_the_stored():
         assert stored["bounds"]["tensor core"] > 0
 
 
-def test_materializing_is_faster_for_many_new_tokens():
-    """Loops of equal speed per product would give 3.4 times the cycles, less the materialization, and 0.6 for few."""
-    names = {kernel.name for kernel in kernels.kernels()}
-    assert {machine_code.DECODE, machine_code.SPANS} <= names
-    found = [
-        dict(zip(machine_code.AFTER_CACHED, row, strict=True)) for row in machine_code.after_cached(4352, 2560, 2560)
-    ]
-    ratios = {(row["new tokens"], row["cached"]): float(row["absorbed / expanded"]) for row in found}
-    assert len(found) == len(machine_code.NEW) * len(machine_code.CACHED)
-    assert ratios["128", "8,192"] == ratios["128", "131,072"] < 1 < ratios["512", "32,768"] < ratios["4,096", "32,768"]
-    assert ratios["4,096", "32,768"] < (576 + 512) / (192 + 128)
-    assert all(row["expanded"] == row["FA3 for ours"] for row in found)
-
-
 def test_the_ceiling_of_a_product_counts_its_last_wave_and_what_binds():
     shape, tall = ceilings.Shape("dense", 1, 4096, 4096, 7168), ceilings.Tiling(256, 128, cluster_n=2)
     filled = 512 / (4 * 132)  # 512 tiles in four waves

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -137,18 +138,28 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 async def complete(
-    client: Client, path: str, body: bytes, *, index: int, scheduled_s: float, timeout_s: float
+    client: Client,
+    path: str,
+    body: bytes,
+    *,
+    index: int,
+    scheduled_s: float,
+    timeout_s: float,
+    leave_after: float = math.inf,
 ) -> RequestRecord:
     """Sends one streaming request and reads it to its end; a failure becomes the record's `error`.
 
     Kinds of error: those of `Client.request`, "timeout" (`timeout_s` after sending began), "error event" (an error
-    inside the stream), "malformed", "finish: abort" and "finish: error".
+    inside the stream), "malformed", "finish: abort", "finish: error", and "left": the client has hung up after so many
+    arrivals.
     """
     reader, sent_s, error = _StreamState(), time.monotonic(), None
     try:
         async with asyncio.timeout(timeout_s), client.request("POST", path, body) as response:
             async for data in events(response.pieces()):
                 reader.add_event(data)
+                if len(reader.arrivals) >= leave_after:
+                    raise RequestFailed("left", f"after {leave_after} arrivals")
         error = _stream_error(reader)
     except RequestFailed as failure:
         error = failure

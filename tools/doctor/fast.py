@@ -104,12 +104,15 @@ KINDS: dict[str, tuple[Callable[[Backend], Iterable[Timed]], str]] = {
 """By name: what is timed, and the product that its roof is measured with."""
 
 
-def scheduled(shape: Decode, backend: Backend) -> Case:
-    """Returns the case of a layer's attention in a decode step, whose schedule is made once for all layers."""
+def scheduled(shape: Decode, backend: Backend, **split: int) -> Case:
+    """Returns the case of a layer's attention in a decode step, whose schedule is made once for all layers.
+
+    `split` says how `Decode.schedule` cuts the step into parts.
+    """
 
     def operands(key: jax.Array) -> tuple[Any, ...]:
         arrays = shape.arrays(key)
-        return (*arrays, shape.schedule(arrays[3]) if backend is Backend.MOSAIC else None)
+        return (*arrays, shape.schedule(arrays[3], **split) if backend is Backend.MOSAIC else None)
 
     def call(operands: tuple[Any, ...], i: Any, backend: Backend) -> dict[str, jax.Array]:
         *arrays, schedule = operands

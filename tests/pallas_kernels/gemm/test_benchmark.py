@@ -12,7 +12,6 @@ from benchmarks.gpu import fp8_gemm
 from pallas_kernels import checks
 from pallas_kernels.backend import Backend
 from pallas_kernels.checks import products
-from pallas_kernels.gemm.plan import TilePlan
 from tools.doctor import rates
 
 REFERENCE = Backend.REFERENCE
@@ -86,16 +85,10 @@ def test_products_with_a_layer_at_their_sizes():
     assert compared == [*heads, *router]
 
 
-def test_a_plan_has_a_name():
-    assert fp8_gemm.plan_name(TilePlan(False, 64, 128, splits=4)) == "narrow 64 x 128, K in 4"
-    assert fp8_gemm.plan_name(TilePlan(True, 128, 128, cluster=2)) == "wide 128 x 128, clusters of two"
-
-
 def test_rows_are_listed_without_a_device():
     """The parent leaves the GPU to its children: with an unknown platform any use of a device fails."""
-    listed = "from benchmarks.gpu import fp8_gemm as m; k = m.keys(); assert len(set(k)) == len(k) > 100; "
+    listed = "from benchmarks.gpu import fp8_gemm as m; k = m.keys(); assert len(set(k)) == len(k) > 80; "
     listed += "from benchmarks.gpu import mla; assert len(mla.entries()) > 50; "
-    listed += "from benchmarks.gpu import moe_layer; assert len(list(moe_layer.all_cases())) == 3; "
     listed += (
         "import jax; jax.config.update('jax_platforms', 'none')\ntry: jax.devices()\nexcept RuntimeError: print('ok')"
     )

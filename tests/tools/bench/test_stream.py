@@ -21,13 +21,13 @@ def server():
         yield state
 
 
-def run(server, model, *, times=1, max_tokens=4, timeout_s=30.0, api_key=None):
+def run(server, model, *, times=1, max_tokens=4, timeout_s=30.0, api_key=None, **how):
     async def requests():
         client = Client(Address.parse(server.url), api_key)
         body = json.dumps({"model": model, "prompt": [1, 2, 3], "max_tokens": max_tokens}).encode()
         try:
             return [
-                await complete(client, "/v1/completions", body, index=i, scheduled_s=0.0, timeout_s=timeout_s)
+                await complete(client, "/v1/completions", body, index=i, scheduled_s=0.0, timeout_s=timeout_s, **how)
                 for i in range(times)
             ]
         finally:
@@ -57,6 +57,11 @@ def test_tokens_are_counted_from_usage_or_ids_and_never_from_chunks(server, mode
     assert record.error is None
     assert counts(record) == chunks
     assert (record.prompt_tokens, record.output_tokens) == (prompt, output)
+
+
+def test_a_client_hangs_up(server):
+    [record] = run(server, "plain", leave_after=2)
+    assert record.error == "left" and counts(record) == [1, 1]
 
 
 def test_times_are_ordered_and_the_cache_is_reported(server):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from dsv3.config.device_rates import CROSS_LINK, LINK, PEAKS, Peaks, peaks_of
+from dsv3.config.device_rates import CROSS_LINK, GROUPED_BANDWIDTH, GROUPED_FLOPS, LINK, PEAKS, Peaks, peaks_of
 from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig, itemsizes, sizes_of
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
@@ -95,7 +95,7 @@ class Communication:
             return PLAIN
         if self.overlap is Overlap.ORDER:
             return HOOKED  # nothing runs beside a collective: a second micro-batch would only read weights again
-        seconds = self._weights_seconds, self._transfer_seconds(tokens)
+        seconds = self._weights_seconds, self._product_seconds(tokens), self._transfer_seconds(tokens)
         if tokens % 2 == 0 and worth_overlapping(self._sent(tokens), self.machine.devices, is_prefill, *seconds):
             return OVERLAPPED if self._transport(self._sent(tokens // 2)).hops else HOOKED
         return HOOKED
@@ -105,7 +105,15 @@ class Communication:
         """The seconds in which a device reads its weights of a layer."""
         sizes, (expert_item, item) = sizes_of(self.cfg), itemsizes(self.cfg)
         experts = self.replicas / self.machine.devices * sizes.expert * expert_item
-        return (experts + (sizes.attention + sizes.shared) * item / self.shards) / self.peaks.hbm
+        others = (sizes.attention + sizes.shared) * item / self.shards
+        return (experts + others) / (GROUPED_BANDWIDTH * self.peaks.hbm)
+
+    def _product_seconds(self, tokens: int) -> float:
+        """Returns the seconds in which a device multiplies rows of `tokens` tokens with the weights of a layer."""
+        cfg, sizes = self.cfg, sizes_of(self.cfg)
+        fp8, bf16 = GROUPED_FLOPS * self.peaks.fp8, GROUPED_FLOPS * self.peaks.bf16
+        experts = cfg.num_experts_per_tok * sizes.expert / (fp8 if itemsizes(cfg)[0] == 1 else bf16)
+        return 2 * self._sent(tokens) * (experts + (sizes.attention + sizes.shared) / (fp8 if cfg.fp8 else bf16))
 
     def _transfer_seconds(self, tokens: int) -> float:
         """Returns the seconds in which a device sends rows of `tokens` tokens to the experts of a layer and back."""

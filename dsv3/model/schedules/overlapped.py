@@ -46,21 +46,25 @@ PREVIOUS, NEXT = (-1, 0), (0, 1)
 MIN_DECODE_TOKENS = 128
 MIN_PREFILL_TOKENS = 1024
 _LAUNCHES = 60
-"""Kernels that a micro-batch is assumed to launch in a layer of decode, as in plans of DeepSeek-V4."""
+"""Kernels that a micro-batch is assumed to launch in a layer, as in plans of DeepSeek-V4."""
 
 Residuals = tuple[Residual, ...]
 """Those of the two micro-batches."""
 
 
-def worth_overlapping(tokens: int, devices: int, is_prefill: bool, weights_s: float, transfers_s: float) -> bool:
+def worth_overlapping(
+    tokens: int, devices: int, is_prefill: bool, weights_s: float, products_s: float, transfers_s: float
+) -> bool:
     """Returns whether a step with `tokens` token rows per device is split into two micro-batches.
 
-    In a layer of decode the second one reads the device's experts again, in `weights_s`, and launches its own kernels.
-    That has to take less time than the `transfers_s` of both, which then hide. Prefill is bound by its operations.
+    In a layer the second one reads the device's weights again, in `weights_s`, unless its half of the `products_s`
+    takes longer than that, and launches its own kernels. That has to take less time than the `transfers_s` of both,
+    which then hide.
     """
     if devices == 1 or tokens < (MIN_PREFILL_TOKENS if is_prefill else MIN_DECODE_TOKENS):
         return False
-    return is_prefill or weights_s + _LAUNCHES * LAUNCH_S < transfers_s
+    longer_s = 2 * max(weights_s, products_s / 2) - max(weights_s, products_s)
+    return longer_s + _LAUNCHES * LAUNCH_S < transfers_s
 
 
 def run_prefill(

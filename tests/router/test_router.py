@@ -194,7 +194,7 @@ def test_every_answer_goes_on_when_an_instance_falls_silent_and_when_it_is_kille
     with (
         contextlib.closing(Collector()) as collector,
         running_servers(dialect_dir, 2, **settings, options={"otlp_traces_endpoint": collector.url}) as servers,
-        routing(instances(*servers), "--health_timeout=0.5") as router,
+        routing(instances(*servers), "--health_timeout=2") as router,
         routing(
             *(f"--prefill={servers[0].url}", f"--decode={servers[1].url}", f"--otlp_traces_endpoint={collector.url}")
         ) as split,

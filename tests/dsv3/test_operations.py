@@ -186,6 +186,13 @@ def test_an_update_reaches_a_generation_of_another_thread(llm, second, texts) ->
     assert outputs[-1].outputs[0].token_ids[:24] == texts["second"]
 
 
+def test_scores_that_an_update_ends_are_no_scores(llm, second) -> None:
+    done = llm.engine.operate(UpdateWeights(str(second), None, "abort"))
+    with pytest.raises(RuntimeError, match="sequence 0 ended before it was scored: abort"):
+        llm.score([PROMPT])
+    assert done.result(0) is None
+
+
 def test_a_failure_in_the_middle_serves_nothing_until_an_update_succeeds(llm, second, texts, monkeypatch) -> None:
     arrive, calls = weights._arrive, []
 

@@ -346,8 +346,8 @@ class LLM:
         found = [[token.logprob for token in output.prompt_logprobs or () if token] for output in outputs]
         for i, (tokens, logprobs) in enumerate(zip(sequences, found, strict=True)):
             if len(logprobs) != len(tokens) - 1:
-                ended = outputs[i].outputs[0]
-                raise RuntimeError(f"score: sequence {i} ended before it was scored: {ended.error or ended.finish_reason}")
+                why = outputs[i].outputs[0].error or outputs[i].outputs[0].finish_reason
+                raise RuntimeError(f"score: sequence {i} ended before it was scored: {why}")
         return [np.asarray(logprobs, np.float32) for logprobs in found]
 
     @release_on_error

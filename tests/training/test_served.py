@@ -9,7 +9,7 @@ from dsv3.checkpoint import load_params
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine
 from dsv3.engine.operations import UpdateWeights
-from tests.dsv3.engine.driving import request, run
+from tests.dsv3.engine.driving import drain, request, run
 from tests.dsv3.engine.fewer import one_bucket
 from tests.dsv3.model.golden import DIRECTORY
 from training.served import served_logprobs, with_values_of
@@ -28,7 +28,7 @@ def test_log_probabilities_have_the_engines_bits() -> None:
     cfg = engine.model_cfg
     params = load_params(directory, cfg, dtype=jnp.float32, fp8="dequantize", progress=False)
     done = engine.operate(UpdateWeights(params, None, "keep"))
-    engine.step()
+    drain(engine)
     done.result(0)
     prompts = {length: np.random.default_rng(length).integers(3, cfg.vocab_size, length).tolist() for length in (3, 70)}
     how = {"max_tokens": 8, "temperature": 1.0, "seed": 3, "logprobs": 0, "ignore_eos": True}

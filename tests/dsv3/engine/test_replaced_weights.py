@@ -22,6 +22,7 @@ from dsv3.model.params import Fp8Weight, Int4Weight
 from sharding.experts.eplb import map_of
 from sharding.experts.placement import placement_of
 from tests.dsv3.checkpoint import hf
+from tests.dsv3.engine.driving import drain
 from tests.dsv3.engine.test_weights import SPLITTABLE, write
 from tests.dsv3.model.golden import DIRECTORY
 
@@ -38,7 +39,7 @@ def made(directory: Path, **options) -> Engine:
 
 def update(engine: Engine, source, on_progress=lambda: None) -> None:
     done = engine.operate(UpdateWeights(source, None, "keep"), on_progress)
-    engine.step()
+    drain(engine)
     done.result(0)
 
 

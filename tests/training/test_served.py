@@ -1,9 +1,12 @@
 """The trained policy has the bits of a batch-invariant engine."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv3.checkpoint import load_params
 from dsv3.config.options import EngineOptions
@@ -46,6 +49,10 @@ def test_log_probabilities_have_the_engines_bits() -> None:
     for row, n in enumerate(prompts):
         sampled = [entry.logprob for output in answers[str(n)].outputs for entry in output.logprobs or []]
         assert found[row, n - 1 : n + 7].tolist() == sampled
+    mesh = Mesh(np.array(jax.devices()[:2]), ("devices",))
+    spread = dataclasses.replace(params, norm=jax.device_put(params.norm, NamedSharding(mesh, PartitionSpec())))
+    with pytest.raises(ValueError, match="norm lies on 2 devices"):
+        served_logprobs(spread, cfg, tokens)
     other = routed.copy()
     other[1, 5] = (routed[1, 5] + 1) % cfg.n_routed_experts
     moved = np.asarray(served_logprobs(params, cfg, tokens, other, fp8=True)) != found

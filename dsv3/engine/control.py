@@ -38,7 +38,7 @@ from dsv3.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 _DROPPED = "the weights were dropped by sleep level 2; update them"
-_REFUSED = (ValueError, TypeError, OSError)  # by what reads and plans, for a source that does not suit
+_EXPECTED = (ValueError, TypeError, OSError)  # of what reads and plans, for a source that does not suit
 _IDLE_S = 0.05  # of waiting for a plan, where no step could run meanwhile
 
 
@@ -239,13 +239,16 @@ class Control:
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """Raises OperationRefused for errors of a source that does not suit."""
+    """Raises OperationRefused for every error but that of an instance that has failed: planning changes nothing."""
     try:
         yield
     except ClusterError:
         raise
-    except _REFUSED as error:
+    except _EXPECTED as error:
         raise OperationRefused(str(error)) from error
+    except Exception as error:
+        _log.exception("an update cannot be planned")
+        raise OperationRefused(f"source: {type(error).__name__}: {error}") from error
 
 
 def _in_thread(plan: Callable[[], None], source: Any) -> Future[None]:

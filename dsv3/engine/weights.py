@@ -21,7 +21,7 @@ from dsv3.checkpoint.layout import leaf_path, leaves
 from dsv3.checkpoint.load import form_of, plan_params
 from dsv3.checkpoint.quantize import quantize_stack
 from dsv3.checkpoint.reader import aligned_empty
-from dsv3.checkpoint.safetensors_file import raise_findings
+from dsv3.checkpoint.safetensors_file import raise_findings, unusable_array
 from dsv3.config.model import ModelConfig
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.devices import Devices
@@ -219,6 +219,8 @@ def plan_tree(
 
 def _misfit(spec: ParamSpec, given: Any, served: Any) -> str:
     """Returns why a leaf cannot become the one that is served, "" if it can."""
+    if why := next(filter(None, map(unusable_array, jax.tree.leaves(given))), ""):
+        return why
     if _is_pair(given):
         unlike = not isinstance(served, type(given)) or given.data.dtype != served.data.dtype
         unlike = unlike or given.data.shape != spec.shape or not isinstance(given, Fp8Weight)

@@ -152,7 +152,8 @@ def test_a_bad_source_is_refused_whole_with_the_names_of_leaves(directories, tmp
     before, tensors = leaves(engine), hf.random_tensors(MODEL)
     cfg = engine.model_cfg
     tree = load_params(one, cfg, dtype=jnp.bfloat16, progress=False)
-    name = "model.layers.0.input_layernorm.weight"
+    name, donated = "model.layers.0.input_layernorm.weight", jnp.array(tree.norm)
+    donated.delete()
     bad = {
         f"missing tensors .*{name}": {n: t for n, t in tensors.items() if n != name},
         f"wrong shapes .*{name} in memory is ": tensors | {name: tensors[name][1:]},
@@ -165,6 +166,9 @@ def test_a_bad_source_is_refused_whole_with_the_names_of_leaves(directories, tmp
         r"norm is bfloat16\[199\], expected \[200\]": dataclasses.replace(tree, norm=tree.norm[1:]),
         r"embed is int32\[.*expected floating-point": dataclasses.replace(tree, embed=tree.embed.astype(jnp.int32)),
         "list is neither a directory": [1],
+        "norm has been deleted": dataclasses.replace(tree, norm=donated),
+        "norm is a str, not an array": dataclasses.replace(tree, norm="norm"),
+        f"unusable arrays .*{name} has been deleted.*odd is a list": tensors | {name: donated, "odd": [1]},
     }
     for text, source in bad.items():
         with pytest.raises(OperationRefused, match=f"(?s){text}"):

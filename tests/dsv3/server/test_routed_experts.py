@@ -2,7 +2,9 @@
 
 import base64
 import io
+import json
 
+import httpx
 import numpy as np
 import pytest
 
@@ -15,7 +17,8 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 @pytest.fixture(scope="module")
 def server(model_dir):
     options = {"enable_return_routed_experts": True, "enable_return_sampling_mask": True}
-    with serving.running(model_dir, engine=options, factory_options={"transfer_address": "host:7000"}) as server:
+    more = {"options": {"enable_weight_updates": True}, "factory_options": {"transfer_address": "host:7000"}}
+    with serving.running(model_dir, engine=options, **more) as server:
         yield server
 
 
@@ -66,6 +69,23 @@ def test_a_stop_string_ends_them(server):
     assert choice["stop_reason"] == words
     assert np.array_equal(experts(choice), expected(len(PROMPT) + len(choice["token_ids"]) - 1))
     assert len(masks(choice)) == len(choice["token_ids"])
+
+
+def test_an_aborted_answer_has_those_of_its_tokens(server):
+    """A partial rollout, which a trainer continues with other weights."""
+    sampling = {"max_tokens": 1500, "return_routed_experts": True}
+    body, choices = {"token_ids": PROMPT, "sampling_params": sampling, "stream": True}, []
+    with server.http.stream("POST", "/inference/v1/generate", json=body) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                choices.append(json.loads(line.removeprefix("data: "))["choices"][0])
+            if len(choices) == 5:
+                httpx.post(f"{server.url}/pause_generation", json={"mode": "abort"}).raise_for_status()
+    server.http.post("/continue_generation", json={}).raise_for_status()
+    assert choices[-1]["finish_reason"] == "abort"
+    tokens = sum(len(each.get("token_ids") or ()) for each in choices)
+    found = np.concatenate([experts(each) for each in choices if "routed_experts" in each])
+    assert np.array_equal(found, expected(len(PROMPT) + tokens - 1))
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"])

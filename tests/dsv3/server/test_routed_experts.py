@@ -8,6 +8,8 @@ import httpx
 import numpy as np
 import pytest
 
+from dsv3.server.protocol.errors import ApiError
+from dsv3.server.serving.handler import bound_arrays
 from tests.dsv3.server import serving
 from tests.dsv3.server.events import events_of
 
@@ -126,6 +128,14 @@ def test_what_another_engine_has_computed_is_not_known(server, name):
     body = {"prompt": PROMPT, "max_tokens": 4, "resume": {"output_token_ids": [5]}, "temperature": 0, name: True}
     answer = server.http.post("/v1/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("name, limit", [("return_routed_experts", 2**30), ("return_sampling_mask", 2**28)])
+def test_a_whole_response_has_a_bound(name, limit):
+    bound_arrays(name, limit)
+    with pytest.raises(ApiError, match=f"{name}: more than {limit} bytes") as raised:
+        bound_arrays(name, limit + 1)
+    assert (raised.value.status, raised.value.body.param) == (400, name)
 
 
 def test_nothing_is_returned_unasked(server):

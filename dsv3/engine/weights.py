@@ -51,7 +51,8 @@ class _Planned(NamedTuple):
     def suits(self, source: Any, files: tuple[tuple[int, ...], ...], experts: np.ndarray | None) -> bool:
         """Whether it was planned for these."""
         is_same = self.source is source or (isinstance(source, str | os.PathLike) and self.source == source)
-        return is_same and self.files == files and np.array_equal(self.experts, experts)
+        in_place = self.experts is None or experts is None or np.array_equal(self.experts, experts)
+        return is_same and self.files == files and in_place
 
 
 class ServedWeights:

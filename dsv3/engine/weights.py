@@ -40,7 +40,7 @@ _PAIRS = (Fp8Weight, Int4Weight, Fp4Weight)
 _SPREAD, _PLACEMENT = "params.", "placement."  # prefixes of leaves, where experts are spread
 
 
-class _Planned(NamedTuple):
+class _PlannedUpdate(NamedTuple):
     """A replacement, and what it was planned for: a source, its files, the expert of each replica."""
 
     source: Any
@@ -49,7 +49,7 @@ class _Planned(NamedTuple):
     replacement: Replacement
 
     def suits(self, source: Any, files: tuple[tuple[int, ...], ...], experts: np.ndarray | None) -> bool:
-        """Whether it was planned for these."""
+        """Returns whether it was planned for these."""
         is_same = self.source is source or (isinstance(source, str | os.PathLike) and self.source == source)
         in_place = self.experts is None or experts is None or np.array_equal(self.experts, experts)
         return is_same and self.files == files and in_place
@@ -61,7 +61,7 @@ class ServedWeights:
     def __init__(self, components: EngineComponents, devices: Devices) -> None:
         self._devices, self._cfg, self._reading = devices, components.model_cfg, components.reading
         self._experts, self._mesh = components.functions.experts, components.mesh
-        self._planned: _Planned | None = None
+        self._planned: _PlannedUpdate | None = None
         self._on_host: dict[str, list[dict[Any, np.ndarray]]] = {}
 
     def plan(self, source: Any) -> Callable[[], None]:
@@ -81,7 +81,7 @@ class ServedWeights:
         if self._planned is not None and self._planned.suits(source, files, experts):
             return
         self._planned = None
-        self._planned = _Planned(source, files, experts, self._replacement(source, experts))
+        self._planned = _PlannedUpdate(source, files, experts, self._replacement(source, experts))
 
     def _replacement(self, source: Any, experts: np.ndarray | None) -> Replacement:
         if self._reading is None:

@@ -138,6 +138,8 @@ def unusable_array(array: Any) -> str:
     """Returns why values cannot be read from an object, "" if they can."""
     if not hasattr(array, "dtype"):
         return f"is a {type(array).__name__}, not an array"
+    if not getattr(array.dtype, "isnative", True):
+        return "has another byte order than this machine"
     return "has been deleted: it was donated to a program" if getattr(array, "is_deleted", bool)() else ""
 
 

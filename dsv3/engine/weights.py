@@ -87,6 +87,9 @@ class ServedWeights:
         if self._reading is None:
             raise ValueError("this engine was not built from a checkpoint directory, so its weights cannot be updated")
         served, shards = self._served, rank_size(self._mesh)
+        own = {id(array) for array in jax.tree.leaves(self._devices.params)}
+        if any(id(array) in own for array in jax.tree.leaves(source)):
+            raise ValueError("source: it has arrays of this engine itself, which the update deletes; copy them first")
         if isinstance(source, Params):
             if spans_processes(self._mesh):
                 raise ValueError("a tree needs an engine of one process; write a checkpoint directory instead")

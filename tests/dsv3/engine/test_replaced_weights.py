@@ -167,6 +167,8 @@ def test_a_bad_source_is_refused_whole_with_the_names_of_leaves(directories, tmp
         r"embed is int32\[.*expected floating-point": dataclasses.replace(tree, embed=tree.embed.astype(jnp.int32)),
         "list is neither a directory": [1],
         "norm has been deleted": dataclasses.replace(tree, norm=donated),
+        "norm has another byte order": dataclasses.replace(tree, norm=np.asarray(tree.norm, ">f4")),
+        "arrays of this engine itself": engine.executor.devices.params,
         "norm is a str, not an array": dataclasses.replace(tree, norm="norm"),
         f"unusable arrays .*{name} has been deleted.*odd is a list": tensors | {name: donated, "odd": [1]},
     }

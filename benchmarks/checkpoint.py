@@ -155,7 +155,8 @@ def updater(directory: Path) -> Callable[[Path], None]:
 
     def update(source: Path) -> None:
         done = engine.operate(UpdateWeights(str(source), None, "keep"))
-        engine.step()
+        while not done.done():
+            engine.step()
         done.result(0)
 
     return update

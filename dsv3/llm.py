@@ -337,12 +337,17 @@ class LLM:
         """Returns the log-probabilities of the tokens but the first of each sequence of T token ids, float32 `[T - 1]`.
 
         Each is given the tokens before it, under the model itself: without temperature, penalties and filters.
-        Raises InvalidRequest as `generate` does; a sequence must leave room for one token more.
+        Raises InvalidRequest as `generate` does; a sequence must leave room for one token more. Raises RuntimeError
+        where a sequence ends before it is scored: the engine has failed, or another thread's operation has ended it.
         """
         if any(len(tokens) < 2 for tokens in sequences):
             raise InvalidRequest("score: a sequence has fewer than two tokens; the first one has no log-probability")
         outputs = self.generate(sequences, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
-        found = ([token.logprob for token in output.prompt_logprobs or () if token] for output in outputs)
+        found = [[token.logprob for token in output.prompt_logprobs or () if token] for output in outputs]
+        for i, (tokens, logprobs) in enumerate(zip(sequences, found, strict=True)):
+            if len(logprobs) != len(tokens) - 1:
+                why = outputs[i].outputs[0].error or outputs[i].outputs[0].finish_reason
+                raise RuntimeError(f"score: sequence {i} ended before it was scored: {why}")
         return [np.asarray(logprobs, np.float32) for logprobs in found]
 
     @release_on_error

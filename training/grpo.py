@@ -91,7 +91,8 @@ def sample(
     """Samples a group of completions for each prompt; returns them with their rewards, float32 `[prompts, group_size]`.
 
     The same `seed` and weights give the same completions. With `replay` the experts that the engine chose are kept,
-    which needs an engine with `enable_return_routed_experts`.
+    which needs an engine with `enable_return_routed_experts`. Raises RuntimeError where a completion has failed, as
+    with weights that are not finite.
     """
     params = SamplingParams(
         n=config.group_size,
@@ -103,6 +104,9 @@ def sample(
         return_routed_experts=replay,
     )
     outputs = llm.generate(prompts, params)
+    failed = [each.error for output in outputs for each in output.outputs if each.finish_reason == "error"]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(outputs) * config.group_size} completions have failed: {failed[0]}")
     rewards = np.asarray(
         [[reward(output.prompt or "", each.text) for each in output.outputs] for output in outputs], np.float32
     )

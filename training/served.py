@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dsv3.checkpoint.layout import leaf_path
 from dsv3.checkpoint.quantize import quantize_stack
 from dsv3.config.model import ModelConfig
 from dsv3.engine.device import sampling
@@ -50,7 +51,8 @@ def served_logprobs(
 ) -> jax.Array:
     """Returns the log-probabilities of `tokens[:, 1:]` that an engine with `batch_invariant` samples with and scores.
 
-    It runs a program of its own on one device, so it cannot be traced.
+    It runs a program of its own on one device, so it cannot be traced. Raises ValueError, which names a leaf, for
+    parameters that lie on several.
 
     Args:
       params: trained weights in the layout of `dsv3.model.params.declare`, of any floating-point type.
@@ -63,6 +65,12 @@ def served_logprobs(
     Returns:
       float32 `[B, S - 1]`.
     """
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if isinstance(leaf, jax.Array) and (devices := len(leaf.sharding.device_set)) > 1:
+            raise ValueError(
+                f"{leaf_path(keys)} lies on {devices} devices, but the bits are those of one: copy the parameters to "
+                "one, or train with the trainer's own log-probabilities"
+            )
     platform = jax.default_backend()
     served, cached = served_params(params, cfg, dtype, fp8=fp8), cache_dtype or jnp.dtype(dtype).name
     return _program(platform)(served, tokens, routed_experts, cfg=cfg, cache_dtype=cached, platform=platform)

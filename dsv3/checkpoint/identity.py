@@ -25,14 +25,18 @@ _Range = tuple[int, int]
 
 def known_identity(directory: Path) -> str:
     """Returns `weights_identity`, cached per process while stat shows the same files."""
-    found = [path.stat() for path in sorted(directory.glob("*.safetensors"))]
-    kept = tuple((each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in found)
-    return _identity_of(directory, kept)
+    return _identity_of(directory, file_states(directory))
 
 
 @functools.lru_cache(maxsize=4)
-def _identity_of(directory: Path, kept: tuple[tuple[int, ...], ...]) -> str:
+def _identity_of(directory: Path, states: tuple[tuple[int, ...], ...]) -> str:
     return weights_identity(directory)
+
+
+def file_states(directory: Path) -> tuple[tuple[int, ...], ...]:
+    """Returns what stat shows of the weight files of a directory and of their index: it differs where one changes."""
+    found = [path.stat() for path in sorted(directory.glob("*.safetensors*"))]
+    return tuple((each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in found)
 
 
 def weights_identity(directory: Path) -> str:

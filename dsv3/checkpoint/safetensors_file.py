@@ -122,14 +122,25 @@ def read_header(path: Path) -> dict[str, Tensor]:
 def tensors_in_memory(arrays: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns arrays as tensors, each in a file of its own that is not there.
 
-    Raises `CheckpointError` for a dtype that safetensors files cannot have.
+    Raises `CheckpointError` for what is no array, or deleted, or of a dtype that safetensors files cannot have.
     """
+    unusable = [f"{name} {why}" for name, array in arrays.items() if (why := unusable_array(array))]
+    raise_findings("the mapping of tensors", {"unusable arrays": unusable})
     foreign = [f"{name} is {array.dtype}" for name, array in arrays.items() if np.dtype(array.dtype) not in NAMES]
     raise_findings("the mapping of tensors", {"dtypes that no checkpoint has": foreign})
     return {
         name: Tensor(name, Path(name, "memory"), np.dtype(array.dtype), tuple(array.shape), 0)
         for name, array in arrays.items()
     }
+
+
+def unusable_array(array: Any) -> str:
+    """Returns why values cannot be read from an object, "" if they can."""
+    if not hasattr(array, "dtype"):
+        return f"is a {type(array).__name__}, not an array"
+    if not getattr(array.dtype, "isnative", True):
+        return "has another byte order than this machine"
+    return "has been deleted: it was donated to a program" if getattr(array, "is_deleted", bool)() else ""
 
 
 def header_bytes(tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:

@@ -1,16 +1,19 @@
 """Executes an operator's operations between two steps: pause and resume, other weights, sleep and wake.
 
 The engine calls `advance` before a step while operations wait. One that lets requests finish first returns at once, and
-is tried again before the next step; the engine keeps requests back meanwhile that are submitted later.
+is tried again before the next step; the engine keeps requests back meanwhile that are submitted later. So does an
+update that is planned: files are read and shapes compared on a thread of its own, while steps run.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -35,7 +38,8 @@ from dsv3.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 _DROPPED = "the weights were dropped by sleep level 2; update them"
-_REFUSED = (ValueError, TypeError, OSError)  # by what reads and plans, for a source that does not suit
+_EXPECTED = (ValueError, TypeError, OSError)  # of what reads and plans, for a source that does not suit
+_IDLE_S = 0.05  # of waiting for a plan, where no step could run meanwhile
 
 
 class Controlled(Protocol):
@@ -69,6 +73,7 @@ class Control:
         self.is_draining = False
         self._engine: Controlled = weakref.proxy(engine)  # a cycle would keep an engine's arrays until it is collected
         self._waiting: deque[_Submitted] = deque()
+        self._planning: tuple[UpdateWeights, Future[None]] | None = None
         self._num_updates = 0
 
     @property
@@ -110,14 +115,21 @@ class Control:
                 self.is_draining = False
                 if isinstance(error, ClusterError):
                     raise  # `fail` reports it
-                self._waiting.popleft().future.set_exception(error)
+                self._end(submitted).set_exception(error)
                 if not isinstance(error, OperationRefused | WeightsLost):
                     raise
                 continue
             if not is_done:
                 return
             self.is_draining = False
-            self._waiting.popleft().future.set_result(None)
+            self._end(submitted).set_result(None)
+
+    def _end(self, submitted: _Submitted) -> Future[None]:
+        """Removes an operation and its plan; one that a thread still makes, the next update waits for."""
+        if self._planning is not None and self._planning[1].done():
+            self._planning = None
+        self._waiting.popleft()
+        return submitted.future
 
     def _execute(self, submitted: _Submitted, outputs: StepOutputs) -> bool:
         """Returns whether the operation is done; it is not while requests finish first."""
@@ -161,12 +173,12 @@ class Control:
     def _update(self, update: UpdateWeights, on_progress: Callable[[], None], outputs: StepOutputs) -> bool:
         if self.state.sleep_level:
             raise OperationRefused("the engine sleeps; wake it, then update its weights")
-        if not self.is_draining:
-            self._check(update.source)
+        if not self._is_planned(update, on_progress):
+            return False
         if not self._settle("keep" if self.state.is_paused else update.mode, outputs):
             return False
-        if self.is_draining:  # a directory may have changed since
-            self._check(update.source)
+        with _refusing():
+            self._engine.executor.plan_weights(update.source)()  # at once, unless something has changed since
         version = update.version or str(self._num_updates + 1)
         weights = _weights_key(update.source, version)
         try:
@@ -183,14 +195,23 @@ class Control:
         _log.info("serving the weights %r from now on", version)
         return True
 
-    def _check(self, source: Any) -> None:
-        """Plans an update; raises OperationRefused for a source that does not suit."""
-        try:
-            self._engine.executor.check_weights(source)
-        except ClusterError:
-            raise
-        except _REFUSED as error:
-            raise OperationRefused(str(error)) from error
+    def _is_planned(self, update: UpdateWeights, on_progress: Callable[[], None]) -> bool:
+        """Returns whether an update is planned, which begins with the first call; refuses one that cannot be."""
+        if self._planning is None:
+            with _refusing():
+                self._planning = update, _in_thread(self._engine.executor.plan_weights(update.source), update.source)
+        planned, future = self._planning
+        if not (self._engine.has_requests and not self.is_stopped):
+            wait([future], _IDLE_S)
+        if not future.done():
+            on_progress()
+            return False
+        if planned is not update:  # that of an operation that an interrupt has dropped
+            self._planning = None
+            return False
+        with _refusing():
+            future.result()
+        return True
 
     def _sleep(self, sleep: Sleep, outputs: StepOutputs) -> bool:
         if self.state.sleep_level == sleep.level:
@@ -214,6 +235,38 @@ class Control:
         _log.error("%s", why)
         self._change(missing=why)
         outputs.details.extend(self._engine.end_requests("error", why))
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Raises OperationRefused for every error but that of an instance that has failed: planning changes nothing."""
+    try:
+        yield
+    except ClusterError:
+        raise
+    except _EXPECTED as error:
+        raise OperationRefused(str(error)) from error
+    except Exception as error:
+        _log.exception("an update cannot be planned")
+        raise OperationRefused(f"source: {type(error).__name__}: {error}") from error
+
+
+def _in_thread(plan: Callable[[], None], source: Any) -> Future[None]:
+    """Returns the future of a plan that a thread makes; it computes the identity of a directory's files too."""
+    future: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            plan()
+            if isinstance(source, str | os.PathLike):
+                known_identity(Path(source))
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=work, name="plan", daemon=True).start()
+    return future
 
 
 def _weights_key(source: Any, version: str) -> str:

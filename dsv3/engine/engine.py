@@ -422,7 +422,7 @@ class Engine:
         return StepOutputs([], ended)
 
     def end_requests(self, reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
-        """Ends every request, in any state; returns their last outputs."""
+        """Ends every request, in any state; returns their last outputs, of an abort with the experts not sent yet."""
         while self._commands:
             command = self._commands.popleft()
             if isinstance(command, Sequence):
@@ -435,7 +435,11 @@ class Engine:
         for sequence in ended:
             self.scheduler.finish(sequence)
         self._submitted_ids.clear()
-        return [EngineOutput(request_id=s.id, token_ids=[], finish_reason=reason, error=error) for s in ended]
+        left = (s.routed.take() if s.routed is not None and reason == "abort" else None for s in ended)
+        return [
+            EngineOutput(request_id=s.id, token_ids=[], finish_reason=reason, error=error, routed_experts=experts)
+            for s, experts in zip(ended, left, strict=True)
+        ]
 
     def _next_seed(self) -> int:
         """Returns a 64-bit seed for a request without one: a new one each time, the same series for each start."""

@@ -38,8 +38,11 @@ class Executor(Protocol):
     def fetch(self, command: StepCommand, launched: Any) -> Results:
         """Waits for the results of a step."""
 
-    def check_weights(self, source: Any) -> None:
-        """Plans `replace_weights`, as `ServedWeights.plan`; changes nothing."""
+    def plan_weights(self, source: Any) -> Callable[[], None]:
+        """Returns what plans `replace_weights`, as `ServedWeights.plan`: another thread may call it, while steps run.
+
+        No other operation may begin before it has ended.
+        """
 
     def replace_weights(self, on_progress: Callable[[], None]) -> None:
         """Replaces the weights as planned. No step may be in flight, as for the next two."""
@@ -111,9 +114,9 @@ class LocalExecutor:
             self._check()
         return results
 
-    def check_weights(self, source: Any) -> None:
-        """Plans `replace_weights`, as `ServedWeights.plan`; changes nothing."""
-        self._weights.plan(source)
+    def plan_weights(self, source: Any) -> Callable[[], None]:
+        """Returns what plans `replace_weights`, as `ServedWeights.plan`."""
+        return self._weights.plan(source)
 
     def replace_weights(self, on_progress: Callable[[], None]) -> None:
         """Replaces the weights as planned."""

@@ -102,7 +102,7 @@ class ProgramStore:
             return program
         self._misses += 1
         lowered = lower()
-        described = f"{sorted((options or {}).items())}\n{_trees(lowered)}\n{lowered.as_text()}"
+        described = f"{sorted((options or {}).items())}\n{_signature(lowered)}\n{lowered.as_text()}"
         text = hashlib.sha256(described.encode()).hexdigest()
         program = self._executable(text)
         if program is None:
@@ -173,10 +173,11 @@ class ProgramStore:
         return hmac.digest(self._key, f"{path}\0".encode() + body, hashlib.sha256)
 
 
-def _trees(lowered: Any) -> str:
-    """Returns the trees of arguments and results, which the text leaves out: another version's may differ."""
+def _signature(lowered: Any) -> str:
+    """Returns trees, shapes and types of arguments and results: the text leaves out arguments that nothing reads."""
     leaves = jax.tree_util.tree_leaves_with_path((lowered.args_info, lowered.out_info))
-    return f"{lowered.in_tree} {lowered.out_tree} {[jax.tree_util.keystr(path) for path, _ in leaves]}"
+    arrays = [f"{jax.tree_util.keystr(path)} {leaf.dtype}{leaf.shape}" for path, leaf in leaves]
+    return f"{lowered.in_tree} {lowered.out_tree} {arrays}"
 
 
 class NoProgramStore:

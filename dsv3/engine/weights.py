@@ -9,18 +9,19 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from dsv3.checkpoint.identity import file_states
 from dsv3.checkpoint.layout import leaf_path, leaves
 from dsv3.checkpoint.load import form_of, plan_params
 from dsv3.checkpoint.quantize import quantize_stack
 from dsv3.checkpoint.reader import aligned_empty
-from dsv3.checkpoint.safetensors_file import raise_findings
+from dsv3.checkpoint.safetensors_file import raise_findings, unusable_array
 from dsv3.config.model import ModelConfig
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.devices import Devices
@@ -39,33 +40,60 @@ _PAIRS = (Fp8Weight, Int4Weight, Fp4Weight)
 _SPREAD, _PLACEMENT = "params.", "placement."  # prefixes of leaves, where experts are spread
 
 
+class _PlannedUpdate(NamedTuple):
+    """A replacement, and what it was planned for: a source, its files, the expert of each replica."""
+
+    source: Any
+    files: tuple[tuple[int, ...], ...]
+    experts: np.ndarray | None
+    replacement: Replacement
+
+    def suits(self, source: Any, files: tuple[tuple[int, ...], ...], experts: np.ndarray | None) -> bool:
+        """Returns whether it was planned for these."""
+        is_same = self.source is source or (isinstance(source, str | os.PathLike) and self.source == source)
+        in_place = self.experts is None or experts is None or np.array_equal(self.experts, experts)
+        return is_same and self.files == files and in_place
+
+
 class ServedWeights:
     """The parameters that the programs of `devices` take."""
 
     def __init__(self, components: EngineComponents, devices: Devices) -> None:
         self._devices, self._cfg, self._reading = devices, components.model_cfg, components.reading
         self._experts, self._mesh = components.functions.experts, components.mesh
-        self._planned: Replacement | None = None
+        self._planned: _PlannedUpdate | None = None
         self._on_host: dict[str, list[dict[Any, np.ndarray]]] = {}
 
-    def plan(self, source: Any) -> None:
-        """Plans the next `replace`; changes nothing.
+    def plan(self, source: Any) -> Callable[[], None]:
+        """Returns what plans the next `replace`: it changes nothing, and may run on another thread while steps run.
+
+        It does nothing where it has planned for this source, and neither files nor the places of experts have changed.
 
         `source` is the path of a checkpoint directory, a mapping of arrays by the names of a checkpoint's tensors, or
-        `Params` in the layout of training (`dsv3.model.params.declare`). Raises ValueError, which names every leaf that
-        is missing or unsuitable, and TypeError for another source.
+        `Params` in the layout of training (`dsv3.model.params.declare`). What is returned raises ValueError, which
+        names every leaf that is missing or unsuitable, and TypeError for another source.
         """
+        experts = self._expert_of_replica()  # not on another thread: a step that moves experts donates their placement
+        return functools.partial(self._plan, source, experts)
+
+    def _plan(self, source: Any, experts: np.ndarray | None) -> None:
+        files = file_states(Path(source)) if isinstance(source, str | os.PathLike) else ()
+        if self._planned is not None and self._planned.suits(source, files, experts):
+            return
         self._planned = None
+        self._planned = _PlannedUpdate(source, files, experts, self._replacement(source, experts))
+
+    def _replacement(self, source: Any, experts: np.ndarray | None) -> Replacement:
         if self._reading is None:
             raise ValueError("this engine was not built from a checkpoint directory, so its weights cannot be updated")
         served, shards = self._served, rank_size(self._mesh)
+        own = {id(array) for array in jax.tree.leaves(self._devices.params)}
+        if any(id(array) in own for array in jax.tree.leaves(source)):
+            raise ValueError("source: it has arrays of this engine itself, which the update deletes; copy them first")
         if isinstance(source, Params):
             if spans_processes(self._mesh):
                 raise ValueError("a tree needs an engine of one process; write a checkpoint directory instead")
-            given = dict(_flatten(source))
-            dtype, experts = self._reading.dtype, self._expert_of_replica()
-            self._planned = plan_tree(given, served, self._cfg, dtype, experts, shards)
-            return
+            return plan_tree(dict(_flatten(source)), served, self._cfg, self._reading.dtype, experts, shards)
         if not isinstance(source, str | os.PathLike | Mapping):
             raise TypeError(f"source: {type(source).__name__} is neither a directory, nor Params, nor a mapping")
         if isinstance(source, Mapping) and spans_processes(self._mesh):
@@ -78,10 +106,10 @@ class ServedWeights:
             fp8="keep" if self._reading.fp8 == "quantize" else self._reading.fp8,
             int4=self._reading.int4,
             fp4=self._reading.fp4,
-            phy2log=self._expert_of_replica(),
+            phy2log=experts,
             tensor_parallel_size=shards,
         )
-        self._planned = functools.partial(_read, planned, self._reading.threads)
+        return functools.partial(_read, planned, self._reading.threads)
 
     def replace(self, on_progress: Callable[[], None]) -> None:
         """Replaces all leaves as planned; `on_progress` is called after each.
@@ -89,7 +117,7 @@ class ServedWeights:
         After an exception some leaves are gone, and the next call must succeed before a program is launched.
         """
         assert self._planned is not None  # `plan` has succeeded
-        replacement, self._planned = self._planned, None
+        replacement, self._planned = self._planned.replacement, None
         current = self._leaves(self._devices.params)
         self._on_host = {}
 
@@ -195,6 +223,8 @@ def plan_tree(
 
 def _misfit(spec: ParamSpec, given: Any, served: Any) -> str:
     """Returns why a leaf cannot become the one that is served, "" if it can."""
+    if why := next(filter(None, map(unusable_array, jax.tree.leaves(given))), ""):
+        return why
     if _is_pair(given):
         unlike = not isinstance(served, type(given)) or given.data.dtype != served.data.dtype
         unlike = unlike or given.data.shape != spec.shape or not isinstance(given, Fp8Weight)

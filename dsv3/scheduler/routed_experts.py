@@ -5,7 +5,8 @@ of each page that a request with `return_routed_experts` has computed, under the
 DeepSeek-V3, 0.7 % of the page. Such a request uses a cached page only if its ids are here, and computes the others
 again. Pages of another instance come without ids: the request brings those, and only it uses them, as they are what its
 sender says. Ids of a token stay what they were when it was first computed: a pre-empted request computes its tokens
-again, but the answer so far was sampled with the first ones.
+again, but the answer so far was sampled with the first ones. Where the weights have changed since, no other request
+gets them.
 """
 
 from collections.abc import Sequence
@@ -56,13 +57,14 @@ class RequestExperts:
     output: a stop string may end the text before the engine ends the request. `given` are those of its first tokens.
     """
 
-    __slots__ = ("_count", "_given", "_ids", "_num_given", "_pages", "_sent", "sends_each_step")
+    __slots__ = ("_count", "_given", "_ids", "_num_given", "_num_private", "_pages", "_sent", "sends_each_step")
 
     def __init__(self, pages: PageExperts, given: ExpertIds | None = None, *, sends_each_step: bool = False) -> None:
         self._pages, self._ids, self._count, self._sent = pages, bytearray(), 0, 0
         self.sends_each_step = sends_each_step
         self._given = None if given is None else given.array()
         self._num_given = 0 if self._given is None else len(self._given) // pages.page_size
+        self._num_private = self._num_given  # pages, the first ones, whose ids are for this request alone
 
     def __len__(self) -> int:
         return self._count
@@ -106,8 +108,12 @@ class RequestExperts:
     def keep(self, first: int, keys: Sequence[Key]) -> None:
         """Keeps the ids of pages that are published, the request's pages from index `first` on, for other requests."""
         each = self._pages.page_size * self._pages.row_bytes
-        for i, key in enumerate(keys[max(0, self._num_given - first) :], max(first, self._num_given)):
+        for i, key in enumerate(keys[max(0, self._num_private - first) :], max(first, self._num_private)):
             self._pages.put(key, bytes(memoryview(self._ids)[i * each : (i + 1) * each]))
+
+    def on_other_weights(self) -> None:
+        """Keeps the ids so far for this request alone: other weights choose others."""
+        self._num_private = max(self._num_private, -(-len(self) // self._pages.page_size))
 
     def take(self, limit: int | None = None) -> ExpertIds | None:
         """Returns the ids that have not been sent, of at most `limit` tokens, as sent from now on; None without any."""

@@ -245,6 +245,8 @@ class Scheduler:
             if sequence.slot >= 0:
                 self._wake_waiting_for(sequence, self.slots.rank_of(sequence.slot), tuple(sequence.pending))
             self.rekey(sequence, private=sequence.slot >= 0)
+            if sequence.routed is not None:
+                sequence.routed.on_other_weights()
         self.flush()
         return [sequence for sequence in self.sequences.values() if sequence.started]
 

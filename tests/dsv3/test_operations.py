@@ -4,6 +4,7 @@ One model compiles what all tests use. `engine/test_replaced_weights.py` compare
 """
 
 import gc
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from dsv3.engine.operations import (
     WeightsLost,
 )
 from dsv3.scheduler.request import NotServing
-from tests.dsv3.engine.driving import Gathered, drain, request, take
+from tests.dsv3.engine.driving import Gathered, begin_update, drain, request, take
 from tests.dsv3.engine.fewer import greedy_samplers, one_bucket
 from tests.dsv3.model.golden import DIRECTORY, model
 
@@ -124,7 +125,7 @@ def test_requests_finish_continue_end_or_are_computed_again(llm, second, texts) 
         engine.add(request(f"early {mode}", PROMPT, max_tokens=24, ignore_eos=True))
         while len(gathered.get(f"early {mode}", Gathered()).tokens) < 8:
             take(engine.step(), gathered)
-        done = engine.operate(UpdateWeights(str(second), mode, mode))
+        done = begin_update(engine, UpdateWeights(str(second), mode, mode), gathered)
         take(engine.step(), gathered)
         engine.add(request(f"late {mode}", PROMPT, max_tokens=24, ignore_eos=True))
         drain(engine, gathered)
@@ -186,6 +187,36 @@ def test_an_update_reaches_a_generation_of_another_thread(llm, second, texts) ->
     assert outputs[-1].outputs[0].token_ids[:24] == texts["second"]
 
 
+def test_steps_run_while_an_update_is_planned_and_files_that_are_gone_then_are_missed_before_anything_changes(
+    llm, second, texts, tmp_path, monkeypatch
+) -> None:
+    engine, directory, may_plan, gathered = llm.engine, tmp_path / "changing", threading.Event(), {}
+    plan = weights.plan_params
+    monkeypatch.setattr(weights, "plan_params", lambda *a, **more: may_plan.wait(60) and plan(*a, **more))
+    shutil.copytree(second, directory)
+    engine.add(request("early", PROMPT, max_tokens=24, ignore_eos=True))
+    done = engine.operate(UpdateWeights(str(directory), "gone"))
+    while "early" not in gathered or gathered["early"].finish_reason is None:
+        take(engine.step(), gathered)
+    assert gathered["early"].tokens == texts["first"] and not done.done()
+    engine.add(request("late", PROMPT, max_tokens=24, ignore_eos=True))
+    take(engine.step(), gathered)
+    may_plan.set()
+    engine.control._planning[1].result(60)
+    shutil.rmtree(directory)
+    drain(engine, gathered)
+    with pytest.raises(OperationRefused, match="changing"):
+        done.result(0)
+    assert gathered["late"].tokens == texts["first"] and llm.weight_version == "default"
+
+
+def test_scores_that_another_thread_ends_are_no_scores(llm) -> None:
+    for operation in (PauseGeneration("abort"), ContinueGeneration()):
+        llm.engine.operate(operation)
+    with pytest.raises(RuntimeError, match="sequence 0 ended before it was scored: abort"):
+        llm.score([PROMPT])
+
+
 def test_a_failure_in_the_middle_serves_nothing_until_an_update_succeeds(llm, second, texts, monkeypatch) -> None:
     arrive, calls = weights._arrive, []
 
@@ -201,7 +232,7 @@ def test_a_failure_in_the_middle_serves_nothing_until_an_update_succeeds(llm, se
         take(engine.step(), gathered)
     with monkeypatch.context() as patch:
         patch.setattr(weights, "_arrive", failing)
-        done = engine.operate(UpdateWeights(perturbed()[0], None, "keep"))
+        done = begin_update(engine, UpdateWeights(perturbed()[0], None, "keep"), gathered)
         drain(engine, gathered)
         with pytest.raises(WeightsLost, match="has failed \\(MemoryError\\); update them again"):
             done.result(0)

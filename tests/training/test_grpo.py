@@ -1,15 +1,17 @@
 """GRPO: advantages within a group, a loss whose gradient raises what was better, and the gap between two policies."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv3.llm import Completion, RequestOutput
 from dsv3.model.forward import forward
 from training.config import TrainingConfig
-from training.grpo import GrpoConfig, Rollouts, advantages, objective, optimizer, policy_step, token_logprobs
+from training.grpo import GrpoConfig, Rollouts, advantages, objective, optimizer, policy_step, sample, token_logprobs
 from training.loss import training_backend
 from training.step import TrainState, initial_state
 
@@ -44,6 +46,14 @@ def test_a_completion_is_compared_with_its_group() -> None:
     assert got.dtype == np.float32 and got[2, 3] > 1.7
     with pytest.raises(ValueError, match="group_size 1"):
         GrpoConfig(None, group_size=1)
+
+
+def test_failed_completions_are_no_rollouts(config: GrpoConfig) -> None:
+    """Weights that are not finite would give empty answers, and a loss of 0 from then on."""
+    failed = Completion(0, finish_reason="error", error="the logits were not finite")
+    llm = SimpleNamespace(generate=lambda prompts, _: [RequestOutput("a", [5], [Completion(1), failed])])
+    with pytest.raises(RuntimeError, match="1 of 2 completions have failed: the logits were not finite"):
+        sample(llm, ["a"], lambda *_: 0.0, config, seed=0, replay=False)
 
 
 def test_log_probabilities_are_those_of_the_next_tokens(params, config: GrpoConfig) -> None:

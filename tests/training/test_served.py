@@ -1,15 +1,18 @@
 """The trained policy has the bits of a batch-invariant engine."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv3.checkpoint import load_params
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine
 from dsv3.engine.operations import UpdateWeights
-from tests.dsv3.engine.driving import request, run
+from tests.dsv3.engine.driving import drain, request, run
 from tests.dsv3.engine.fewer import one_bucket
 from tests.dsv3.model.golden import DIRECTORY
 from training.served import served_logprobs, with_values_of
@@ -28,7 +31,7 @@ def test_log_probabilities_have_the_engines_bits() -> None:
     cfg = engine.model_cfg
     params = load_params(directory, cfg, dtype=jnp.float32, fp8="dequantize", progress=False)
     done = engine.operate(UpdateWeights(params, None, "keep"))
-    engine.step()
+    drain(engine)
     done.result(0)
     prompts = {length: np.random.default_rng(length).integers(3, cfg.vocab_size, length).tolist() for length in (3, 70)}
     how = {"max_tokens": 8, "temperature": 1.0, "seed": 3, "logprobs": 0, "ignore_eos": True}
@@ -46,6 +49,10 @@ def test_log_probabilities_have_the_engines_bits() -> None:
     for row, n in enumerate(prompts):
         sampled = [entry.logprob for output in answers[str(n)].outputs for entry in output.logprobs or []]
         assert found[row, n - 1 : n + 7].tolist() == sampled
+    mesh = Mesh(np.array(jax.devices()[:2]), ("devices",))
+    spread = dataclasses.replace(params, norm=jax.device_put(params.norm, NamedSharding(mesh, PartitionSpec())))
+    with pytest.raises(ValueError, match="norm lies on 2 devices"):
+        served_logprobs(spread, cfg, tokens)
     other = routed.copy()
     other[1, 5] = (routed[1, 5] + 1) % cfg.n_routed_experts
     moved = np.asarray(served_logprobs(params, cfg, tokens, other, fp8=True)) != found

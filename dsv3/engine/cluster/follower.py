@@ -5,6 +5,7 @@ the leader and read results. The process ends when the leader sends `Stop`, is s
 thread hangs.
 """
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -185,7 +186,7 @@ class _Follower:
         while True:
             message = self._inbox.get()
             if isinstance(message, messages.Operate):
-                self._send(messages.Operated(_operate(local, message)))
+                self._operate(local, message)
             elif isinstance(message, messages.Step):
                 command = messages.command_of(message, JOB_KINDS)
                 self._recorder.launching = command.number
@@ -277,6 +278,31 @@ class _Follower:
         except Exception as error:
             self.fail(error)
 
+    def _operate(self, local: LocalExecutor, operation: messages.Operate) -> None:
+        """Executes an operation, a plan on a thread of its own; the leader decides what follows from an error."""
+
+        def execute(work: Callable[[], None]) -> None:
+            error = ""
+            try:
+                work()
+            except Exception as failure:
+                expected = isinstance(failure, ValueError | OSError)
+                _log.error("the operation %r has failed", operation.work, exc_info=not expected)
+                error = f"{type(failure).__name__}: {failure}"
+            with contextlib.suppress(ChannelError):  # the receiving thread ends the process
+                self._send(messages.Operated(error))
+
+        match operation.work:
+            case "plan":
+                work = local.plan_weights(operation.source)
+                threading.Thread(target=execute, args=(work,), name="plan", daemon=True).start()
+            case "replace":
+                execute(lambda: local.replace_weights(lambda: None))
+            case "sleep":
+                execute(lambda: local.sleep(operation.level))
+            case "wake":
+                execute(local.wake)
+
     def _watch(self) -> None:
         interval, last = min(0.25, self._cluster.cluster_silence_timeout / 8), time.monotonic()
         while True:
@@ -287,24 +313,6 @@ class _Follower:
                 self._channel.reset_silence()
             elif now - self._channel.last_received_s > limit:
                 _end(1, f"the leader (process 0) has been silent for {limit:g} s: it hangs, or its host is gone")
-
-
-def _operate(local: LocalExecutor, operation: messages.Operate) -> str:
-    """Executes an operation; returns why it failed, "" if it did not. The leader decides what follows from that."""
-    try:
-        match operation.work:
-            case "check":
-                local.check_weights(operation.source)
-            case "replace":
-                local.replace_weights(lambda: None)
-            case "sleep":
-                local.sleep(operation.level)
-            case "wake":
-                local.wake()
-    except Exception as error:
-        _log.error("the operation %r has failed", operation.work, exc_info=not isinstance(error, ValueError | OSError))
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def renumbered(cluster: ClusterOptions, begin: messages.Begin) -> ClusterOptions:

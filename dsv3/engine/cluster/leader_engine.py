@@ -1,6 +1,7 @@
 """Builds the leader's engine together with the followers, phase by phase."""
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -79,12 +80,16 @@ class LeaderExecutor:
         self._leader.on_results(command.number, self.local.replicated_results(command, results))
         return results
 
-    def check_weights(self, source: Any) -> None:
-        """Plans an update in every process; raises ValueError for a source that one of them cannot read."""
+    def plan_weights(self, source: Any) -> Callable[[], None]:
+        """Begins to plan an update in every process; what it returns waits for all.
+
+        That raises ValueError for a source that one of them cannot read.
+        """
         if not isinstance(source, str | os.PathLike):
             raise ValueError("several processes read new weights from a directory that each of them sees")
-        work = messages.Operate("check", os.fspath(source))
-        self._operate(work, lambda: self.local.check_weights(source), ValueError)
+        here = self.local.plan_weights(source)
+        self._leader.operate(messages.Operate("plan", os.fspath(source)))
+        return functools.partial(self._complete, here, ValueError)
 
     def replace_weights(self, on_progress: Callable[[], None]) -> None:
         """Replaces the weights of every process; raises RuntimeError where one of them fails."""
@@ -99,8 +104,12 @@ class LeaderExecutor:
         self._operate(messages.Operate("wake"), self.local.wake, RuntimeError)
 
     def _operate(self, work: messages.Operate, here: Callable[[], None], kind: type[Exception]) -> None:
-        """Executes an operation in every process, and waits for all; raises this process's error first."""
+        """Executes an operation in every process, and waits for all."""
         self._leader.operate(work)
+        self._complete(here, kind)
+
+    def _complete(self, here: Callable[[], None], kind: type[Exception]) -> None:
+        """Executes this process's part of an operation, and waits for the others; raises this process's error first."""
         try:
             here()
         finally:

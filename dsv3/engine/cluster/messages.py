@@ -95,9 +95,9 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class Operate(msgspec.Struct, frozen=True, tag=True):
-    """Between two steps: plan an update of the weights from the directory `source`, execute it, sleep, or wake."""
+    """Plan an update of the weights from the directory `source` while steps run; or replace them, sleep, or wake."""
 
-    work: Literal["check", "replace", "sleep", "wake"]
+    work: Literal["plan", "replace", "sleep", "wake"]
     source: str = ""
     level: int = 1
 

@@ -292,7 +292,7 @@ class Generation:
             return
         if output.routed_experts is not None:
             self._on_update(ChoiceUpdate(choice.index, [], [], routed_experts=output.routed_experts))
-            if not output.token_ids:
+            if not output.token_ids and output.finish_reason is None:
                 return  # those of the prompt
         if output.weight_version is not None and self._service.config.options.enable_weight_updates:
             choice.weight_version = output.weight_version

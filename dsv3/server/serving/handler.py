@@ -43,7 +43,15 @@ LIST_OF_GAP = msgspec.Raw(b"[%s]" % _GAP)
 TEXT_OF_GAP = msgspec.Raw(b'"%s"' % _GAP)
 """A text in a response that is filled in later."""
 _ENCODED_BYTES = 3 * 2**16  # encoded to base64 at a time
-_MAX_MASK_BYTES = 2**28  # of the masks of a response that is not streamed
+_MAX_ARRAY_BYTES = {"return_routed_experts": 2**30, "return_sampling_mask": 2**28}
+
+
+def bound_arrays(name: str, num_bytes: int) -> None:
+    """Raises ApiError where the arrays that `name` asks for are too long for a response that is not streamed."""
+    if num_bytes > (limit := _MAX_ARRAY_BYTES[name]):
+        raise invalid(
+            f"{name}: more than {limit} bytes in a response; ask for fewer tokens or choices, or stream", name
+        )
 
 
 class CompleteChoice:
@@ -223,7 +231,7 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
         self.created = int(time.time())
         self._body = body
         self._num_experts_sent: dict[int, int] = {}  # tokens, by choice
-        self._mask_bytes = 0
+        self._expert_bytes = self._mask_bytes = 0
 
     @property
     def id(self) -> str:
@@ -333,9 +341,9 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
                 choice = choices[update.choice] = CompleteChoice(update.choice)
             choice.add(update, self.logprob_columns(update))
             self._mask_bytes += sum(map(len, _kept(update)))
-            if self._mask_bytes > _MAX_MASK_BYTES:
-                what = f"masks of more than {_MAX_MASK_BYTES} bytes; lower top_p or top_k, or stream"
-                raise invalid(f"return_sampling_mask: {what}", "return_sampling_mask")
+            bound_arrays("return_sampling_mask", self._mask_bytes)
+            self._expert_bytes += 0 if update.routed_experts is None else len(update.routed_experts.ids)
+            bound_arrays("return_routed_experts", self._expert_bytes)
 
         await self.generation.run(self.parser, collect)
         response = self.response(LIST_OF_GAP)

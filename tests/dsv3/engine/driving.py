@@ -3,8 +3,10 @@
 import dataclasses
 import itertools
 from collections.abc import Iterable
+from concurrent.futures import Future
 
 from dsv3.engine.engine import Engine
+from dsv3.engine.operations import UpdateWeights
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import EngineOutput, EngineRequest, fan_out, prepare
 from dsv3.scheduler.timing import RequestTiming
@@ -66,6 +68,15 @@ def take(outputs: Iterable[EngineOutput], into: dict[str, Gathered]) -> None:
         assert not entry.outputs or entry.finish_reason is None, f"{output} came after the end"
         entry.outputs.append(output)
         entry.tokens += output.token_ids
+
+
+def begin_update(engine: Engine, update: UpdateWeights, into: dict[str, Gathered]) -> Future[None]:
+    """Queues an update and waits until it is planned: the next step settles the requests."""
+    done = engine.operate(update)
+    take(engine.step(), into)
+    if (planning := engine.control._planning) is not None:
+        planning[1].exception(timeout=60)
+    return done
 
 
 def run(engine: Engine, *requests: EngineRequest) -> dict[str, Gathered]:

@@ -18,6 +18,7 @@ from dsv3.engine.engine import Engine
 from dsv3.engine.functions import batch_invariant, in_full_precision, model_functions
 from tests.dsv3.engine.driving import Gathered, drain, request, take
 from tests.dsv3.model import golden
+from training.served import served_logprobs
 
 pytestmark = pytest.mark.optimised  # as XLA compiles other programs
 
@@ -83,9 +84,10 @@ def test_bits_are_those_of_a_request_alone(member: str, data: st.DataObject) -> 
         assert found[request_id] == alone(member, number), number
 
 
-def test_a_sampled_answer_scores_as_it_was_sampled() -> None:
+@pytest.mark.parametrize("member", ["deepseek_v3", "deepseek_v32"])
+def test_a_sampled_answer_scores_as_it_was_sampled(member: str) -> None:
     """Prefill gives the log-probabilities of an answer's tokens that decode and drafts gave, bit by bit."""
-    member, number = "deepseek_v3", 3
+    number = 3
     prompt = asked(member, number, "scored").prompt_token_ids
     tokens, logprobs = alone(member, number)
     served = engine(member)
@@ -94,3 +96,13 @@ def test_a_sampled_answer_scores_as_it_was_sampled() -> None:
     parts = [output.prompt_logprobs for output in gathered.outputs if output.prompt_logprobs is not None]
     scores = np.concatenate([np.frombuffer(part.logprobs, "<f4") for part in parts])
     assert scores[len(prompt) - 1 :].tolist() == [entry.logprob for entry in logprobs]
+
+
+def test_the_trainer_scores_a_sampled_answer_as_it_was_sampled() -> None:
+    """In sparse attention it chooses the positions that decode chose: there are more than the indexer's top-k."""
+    member, number = "deepseek_v32", 3
+    prompt, (params, cfg) = asked(member, number, "scored").prompt_token_ids, golden.model(member)
+    tokens, logprobs = alone(member, number)
+    assert cfg.indexer.topk < len(prompt)
+    found = served_logprobs(params, cfg, np.array([[*prompt, *tokens]], np.int32))
+    assert found[0, len(prompt) - 1 :].tolist() == [entry.logprob for entry in logprobs]

@@ -19,7 +19,7 @@ from dsv3.kv_cache.tiers.counts import Rate, is_loading_faster
 from dsv3.scheduler.request import EngineRequest, prepare
 from dsv3.scheduler.sequence import SequenceStatus
 from tests.dsv3.engine import toy
-from tests.dsv3.engine.driving import Gathered, drain, number, request, run, take, timing_of
+from tests.dsv3.engine.driving import Gathered, begin_update, drain, number, request, run, take, timing_of
 
 PROMPT = [i % 60 + 1 for i in range(200)]
 FULL = 192
@@ -146,15 +146,15 @@ def test_pages_are_found_under_their_weights_alone(make: MakeEngine, store: Path
     pages, which none finds.
     """
     engine, gathered = make(kv_store=str(store)), {}
-    for name in ("check_weights", "replace_weights"):
-        monkeypatch.setattr(engine.executor, name, lambda _: None)
+    monkeypatch.setattr(engine.executor, "plan_weights", lambda _: lambda: None)
+    monkeypatch.setattr(engine.executor, "replace_weights", lambda _: None)
     assert generate(engine, "first") == 0
     early, kept = prepare(request("early", PROMPT, max_tokens=3), engine.rules), [7, *PROMPT[1:150]]
     engine.add(request("kept", kept, max_tokens=70, ignore_eos=True))
     while len(gathered.get("kept", Gathered()).tokens) < 5:
         take(engine.step(), gathered)
     wait_until_stored(engine)
-    engine.operate(UpdateWeights(str(store / "none"), "new", "keep"))
+    begin_update(engine, UpdateWeights(str(store / "none"), "new", "keep"), gathered)
     drain(engine, gathered)
     assert gathered["kept"].tokens == toy.expected_tokens(kept, 70, ())
     assert [output.weight_version for output in gathered["kept"].outputs if output.weight_version] == ["default", "new"]

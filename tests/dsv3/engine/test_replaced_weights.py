@@ -22,6 +22,7 @@ from dsv3.model.params import Fp8Weight, Int4Weight
 from sharding.experts.eplb import map_of
 from sharding.experts.placement import placement_of
 from tests.dsv3.checkpoint import hf
+from tests.dsv3.engine.driving import drain
 from tests.dsv3.engine.test_weights import SPLITTABLE, write
 from tests.dsv3.model.golden import DIRECTORY
 
@@ -38,7 +39,7 @@ def made(directory: Path, **options) -> Engine:
 
 def update(engine: Engine, source, on_progress=lambda: None) -> None:
     done = engine.operate(UpdateWeights(source, None, "keep"), on_progress)
-    engine.step()
+    drain(engine)
     done.result(0)
 
 
@@ -151,7 +152,8 @@ def test_a_bad_source_is_refused_whole_with_the_names_of_leaves(directories, tmp
     before, tensors = leaves(engine), hf.random_tensors(MODEL)
     cfg = engine.model_cfg
     tree = load_params(one, cfg, dtype=jnp.bfloat16, progress=False)
-    name = "model.layers.0.input_layernorm.weight"
+    name, donated = "model.layers.0.input_layernorm.weight", jnp.array(tree.norm)
+    donated.delete()
     bad = {
         f"missing tensors .*{name}": {n: t for n, t in tensors.items() if n != name},
         f"wrong shapes .*{name} in memory is ": tensors | {name: tensors[name][1:]},
@@ -164,6 +166,11 @@ def test_a_bad_source_is_refused_whole_with_the_names_of_leaves(directories, tmp
         r"norm is bfloat16\[199\], expected \[200\]": dataclasses.replace(tree, norm=tree.norm[1:]),
         r"embed is int32\[.*expected floating-point": dataclasses.replace(tree, embed=tree.embed.astype(jnp.int32)),
         "list is neither a directory": [1],
+        "norm has been deleted": dataclasses.replace(tree, norm=donated),
+        "norm has another byte order": dataclasses.replace(tree, norm=np.asarray(tree.norm, ">f4")),
+        "arrays of this engine itself": engine.executor.devices.params,
+        "norm is a str, not an array": dataclasses.replace(tree, norm="norm"),
+        f"unusable arrays .*{name} has been deleted.*odd is a list": tensors | {name: donated, "odd": [1]},
     }
     for text, source in bad.items():
         with pytest.raises(OperationRefused, match=f"(?s){text}"):

@@ -15,6 +15,7 @@ from dsv3.engine.build import served
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import in_full_precision, model_functions
+from dsv3.engine.operations import ContinueGeneration, PauseGeneration, UpdateWeights
 from dsv3.model.forward import forward
 from dsv3.scheduler.request import (
     EngineRequest,
@@ -26,7 +27,7 @@ from dsv3.scheduler.request import (
     prepare,
 )
 from tests.dsv3.engine import toy
-from tests.dsv3.engine.driving import Gathered, drain, request, run
+from tests.dsv3.engine.driving import Gathered, begin_update, drain, request, run, take
 from tests.dsv3.engine.fewer import one_bucket
 from tests.dsv3.model.golden import model
 
@@ -144,6 +145,40 @@ def test_pre_empted_requests_keep_what_they_were_sampled_with(engine: Engine) ->
     assert engine.stats().preemptions > before
     for i, prompt in enumerate(prompts):
         check(prompt, gathered[str(i)])
+
+
+def test_an_aborted_answer_has_the_experts_of_its_tokens(engine: Engine) -> None:
+    """A partial rollout: of one request in the middle of its answer, and of one in the middle of its prompt."""
+    gathered: dict[str, Gathered] = {}
+    engine.add(asked("part", PROMPT, max_tokens=100))
+    while len(gathered.get("part", Gathered()).tokens) < 9:
+        take(engine.step(), gathered)
+    engine.add(asked("prompt", PROMPT[::-1] * 2, max_tokens=9))
+    take(engine.step(), gathered)
+    for operation in (PauseGeneration("abort"), ContinueGeneration()):
+        engine.operate(operation)
+    drain(engine, gathered)
+    assert {got.finish_reason for got in gathered.values()} == {"abort"} and not gathered["prompt"].tokens
+    check(PROMPT, gathered["part"])
+
+
+def test_experts_that_older_weights_chose_are_for_their_own_request_alone(engine: Engine, monkeypatch) -> None:
+    """The request computes its pages again, under the new weights' keys; its first page was chosen by the old ones."""
+    monkeypatch.setattr(engine.executor, "plan_weights", lambda _: lambda: None)
+    monkeypatch.setattr(engine.executor, "replace_weights", lambda _: None)
+    prompt, gathered = PROMPT[5:85], {}
+    engine.add(asked("early", prompt, max_tokens=80))
+    while len(gathered.get("early", Gathered()).tokens) < 9:
+        take(engine.step(), gathered)
+    done = begin_update(engine, UpdateWeights({}, "new", "retract"), gathered)
+    drain(engine, gathered)
+    assert done.result(0) is None
+    check(prompt, gathered["early"])
+    cached = {}
+    for item in (asked("asks", prompt, max_tokens=1), request("plain", prompt, max_tokens=1)):
+        [got] = run(engine, item).values()
+        cached[item.sampling.return_routed_experts] = max(output.num_cached_tokens for output in got.outputs)
+    assert cached == {True: 0, False: 64}
 
 
 def test_a_replay_uses_the_experts_that_it_is_given(engine: Engine) -> None:

@@ -87,6 +87,13 @@ def test_programs_of_one_text_with_other_trees_are_two(tmp_path) -> None:
         assert float(program(given)) == 182
 
 
+def test_programs_of_one_text_with_other_shapes_of_what_they_do_not_read_are_two(tmp_path) -> None:
+    """Another model's parameters differ in layers, and those alone, for a program that reads the head."""
+    for name, unread in (("a", X[:3]), ("b", X[:4]), ("c", X[:3].astype(jnp.bfloat16))):
+        lower = functools.partial(jax.jit(lambda x, _: x.sum() * 6.875).lower, X, unread)
+        assert float(Start(tmp_path).store.get(name, lower, None)(X, unread)) == 192.5
+
+
 @pytest.mark.parametrize("damaged, factor", [("instance-*/process-0/decode", 2.25), ("programs-*/*", 2.75)])
 def test_a_file_written_with_another_key_is_not_used(tmp_path, damaged, factor, caplog) -> None:
     Start(tmp_path).get(factor)

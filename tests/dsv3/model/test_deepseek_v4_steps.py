@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.config.model import DRAFT_ROWS
+from dsv3.engine.device.sampling import log_probabilities
 from dsv3.model import DecodeBatch, forward
 from dsv3.model.layers import compressed_uncached
 from dsv3.model.layers.compressed_paged import decode_attend_compressed
-from pallas_kernels import dsa
+from pallas_kernels import dsa, invariance
 from pallas_kernels.compressed import decode_rows, encode_rows, sink_attention
 from tests.dsv3.model import deepseek_v4_steps
 from tests.dsv3.model.deepseek_v4 import model
@@ -30,6 +31,7 @@ from tests.dsv3.model.deepseek_v4_steps import (
     invariant_step,
 )
 from tests.dsv3.model.golden import data, run
+from training.served import served_logprobs
 
 S = 1 + DRAFT_ROWS
 PARAMS, CFG = model("deepseek_v4", 0, 2, 3, 4, 5)  # of layers of the sparse ratio, none whose experts a token chooses
@@ -181,6 +183,15 @@ def drafted(number: int, start: int, right: int, rng: np.random.Generator) -> np
         tokens[right] = (there[right] + 1) % CFG.vocab_size
     tokens[:right] = there[:right]
     return tokens
+
+
+def test_decode_and_the_trainers_log_probabilities_have_the_bits_of_prefill() -> None:
+    """Each chooses the same entries for a token, of which the sparse layers take some."""
+    tokens, found = sequence(0), alone(0)
+    np.testing.assert_array_equal(decoded_alone(0, 246), found[246:])
+    options = dict(invariance.CPU_OPTIONS)
+    chosen = jax.jit(log_probabilities, static_argnums=2, compiler_options=options)(found[:-1], tokens[1:], 1)[0]
+    np.testing.assert_array_equal(served_logprobs(PARAMS, CFG, tokens[None])[0], chosen)
 
 
 @settings(max_examples=3, deadline=None)

@@ -87,13 +87,14 @@ class FakeEngine:
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._changed: list[int] = []  # running requests whose weights have changed
+        self._aborts = False  # those that run, with the next step
         self._steps = self._flushed = 0
         self._cached: set[bytes] | None = set() if caches else None
         self.events: Publisher | None = None  # publishes the pages of a prompt on submission
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running) and not self.state.is_paused
+        return self._aborts or (bool(self._waiting or self._running) and not self.state.is_paused)
 
     @property
     def room(self) -> int:
@@ -128,8 +129,9 @@ class FakeEngine:
         done: Future[None] = Future()
         state = msgspec.structs.asdict(self.state)
         match operation:
-            case PauseGeneration():
+            case PauseGeneration(mode=mode):
                 state["is_paused"] = True
+                self._aborts = mode == "abort"
             case ContinueGeneration():
                 state["is_paused"] = False
             case Sleep(level=level):
@@ -169,6 +171,9 @@ class FakeEngine:
         return outputs
 
     def _step(self) -> StepOutputs:
+        if self._aborts:
+            ended, self._running, self._aborts = self._running, [], False
+            return StepOutputs([], [_aborted(sequence) for sequence in ended])
         while self._waiting and len(self._running) < self._max_num_seqs:
             self._running.append(self._waiting.popleft())
             self._running[-1].timing.enter("prefill")
@@ -273,6 +278,13 @@ def _experts(sequence: _Sequence, start: int, count: int) -> ExpertIds | None:
         return None
     ids = np.arange(start, start + count, dtype="<u2")[:, None, None] + np.array([[0, 1], [1, 2]], "<u2")
     return ExpertIds(start, 2, 2, "<u2", ids.tobytes())
+
+
+def _aborted(sequence: _Sequence) -> EngineOutput:
+    """The end of an aborted request, with those of its last token but one."""
+    left = _experts(sequence, len(sequence.prompt) + sequence.done - 2, 1)
+    ended = EngineOutput(request_id=sequence.request.request_id, token_ids=[], finish_reason="abort")
+    return msgspec.structs.replace(ended, routed_experts=left)
 
 
 def _prompt_experts(sequence: _Sequence) -> list[EngineOutput]:

@@ -2,10 +2,14 @@
 
 import base64
 import io
+import json
 
+import httpx
 import numpy as np
 import pytest
 
+from dsv3.server.protocol.errors import ApiError
+from dsv3.server.serving.handler import bound_arrays
 from tests.dsv3.server import serving
 from tests.dsv3.server.events import events_of
 
@@ -15,7 +19,8 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 @pytest.fixture(scope="module")
 def server(model_dir):
     options = {"enable_return_routed_experts": True, "enable_return_sampling_mask": True}
-    with serving.running(model_dir, engine=options, factory_options={"transfer_address": "host:7000"}) as server:
+    more = {"options": {"enable_weight_updates": True}, "factory_options": {"transfer_address": "host:7000"}}
+    with serving.running(model_dir, engine=options, **more) as server:
         yield server
 
 
@@ -68,6 +73,23 @@ def test_a_stop_string_ends_them(server):
     assert len(masks(choice)) == len(choice["token_ids"])
 
 
+def test_an_aborted_answer_has_those_of_its_tokens(server):
+    """A partial rollout, which a trainer continues with other weights."""
+    sampling = {"max_tokens": 1500, "return_routed_experts": True}
+    body, choices = {"token_ids": PROMPT, "sampling_params": sampling, "stream": True}, []
+    with server.http.stream("POST", "/inference/v1/generate", json=body) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                choices.append(json.loads(line.removeprefix("data: "))["choices"][0])
+            if len(choices) == 5:
+                httpx.post(f"{server.url}/pause_generation", json={"mode": "abort"}).raise_for_status()
+    server.http.post("/continue_generation", json={}).raise_for_status()
+    assert choices[-1]["finish_reason"] == "abort"
+    tokens = sum(len(each.get("token_ids") or ()) for each in choices)
+    found = np.concatenate([experts(each) for each in choices if "routed_experts" in each])
+    assert np.array_equal(found, expected(len(PROMPT) + tokens - 1))
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"])
 def test_events_of_a_stream_have_them_in_parts(server, path):
     """Joined, they are those of the whole response; a part that comes again, as of another engine, is left out."""
@@ -106,6 +128,14 @@ def test_what_another_engine_has_computed_is_not_known(server, name):
     body = {"prompt": PROMPT, "max_tokens": 4, "resume": {"output_token_ids": [5]}, "temperature": 0, name: True}
     answer = server.http.post("/v1/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("name, limit", [("return_routed_experts", 2**30), ("return_sampling_mask", 2**28)])
+def test_a_whole_response_has_a_bound(name, limit):
+    bound_arrays(name, limit)
+    with pytest.raises(ApiError, match=f"{name}: more than {limit} bytes") as raised:
+        bound_arrays(name, limit + 1)
+    assert (raised.value.status, raised.value.body.param) == (400, name)
 
 
 def test_nothing_is_returned_unasked(server):

@@ -229,8 +229,8 @@ def test_followers_events_reach_the_planner_in_order(lead) -> None:
 def test_an_operation_waits_for_every_follower_and_names_the_one_that_failed(lead) -> None:
     led, follower, received = both(lead)
     for error in ("CheckpointError: no such directory", ""):
-        led.leader.operate(Operate("check", "/weights"))
-        assert next(message for message in received if isinstance(message, Operate)) == Operate("check", "/weights")
+        led.leader.operate(Operate("plan", "/weights"))
+        assert next(message for message in received if isinstance(message, Operate)) == Operate("plan", "/weights")
         follower.send(Operated(error))
         assert led.leader.wait_operated() == (error and f"process 1: {error}")
     led.leader.operate(Operate("replace"))

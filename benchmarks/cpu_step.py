@@ -4,6 +4,7 @@
         [--rows 1 2 4 16] [--rounds 7]
     JAX_PLATFORMS=cpu python -m benchmarks.cpu_step --types bundled 256x2 512x2 512x4 1024x2 1024x4 [--rows 1 4 16]
     JAX_PLATFORMS=cpu python -m benchmarks.cpu_step --batch_invariant bundled 512x4 [--rows 1 4 16 64]
+    JAX_PLATFORMS=cpu python -m benchmarks.cpu_step --routed_experts bundled 512x4 [--rows 1 4 16]
 
 A step is the model's decode program with the head, after `--context` tokens, as the engine compiles it. The random
 model has hidden size 1,024, 16 heads, 32 experts of width 512 (6 per token), 2 shared ones, and a vocabulary of
@@ -17,7 +18,8 @@ is the bundled one, or the random one as HIDDENxLAYERS, with widths and vocabula
 last column is the prefill of one prompt of `--prompt` tokens. "MB per token" counts the weights that a decode
 step of one row reads in float32.
 
-`--batch_invariant` has the same columns for the processor time of float32 with that option over that without it.
+`--batch_invariant` has the same columns for the processor time of float32 with that option over that without it, and
+`--routed_experts` for steps that return the experts of their tokens over steps that do not.
 """
 
 import argparse
@@ -130,23 +132,26 @@ def initialized(cfg: ModelConfig, dtype: str) -> Params:
     return jax.tree.map(moved, jax.jit(lambda: initialize(cfg, jax.random.key(0), jnp.dtype(dtype)))())
 
 
-def compiled(params: Params, cfg: ModelConfig, rows: int, context: int, backend: Backend) -> Step:
+def compiled(
+    params: Params, cfg: ModelConfig, rows: int, context: int, backend: Backend, routed_experts: bool = False
+) -> Step:
     """Returns the decode step of `rows` requests with `context` tokens each."""
     pages_each = pages_for(context + 1, 64)
     batch = DecodeBatch(
         jnp.asarray(np.random.default_rng(0).integers(0, cfg.vocab_size, (rows, 1)), jnp.int32),
         jnp.full(rows, context, jnp.int32),
         jnp.arange(rows * pages_each, dtype=jnp.int32).reshape(rows, -1),
+        returns_routed_experts=routed_experts,
     )
 
     def body(params: Params, batch: DecodeBatch, pages: Pool) -> tuple[Any, Pool, jax.Array]:
         out = decode(params, cfg, batch, pages, backend=backend)
-        return logits(params, cfg, out.hidden, backend), out.pages, out.expert_counts
+        return (logits(params, cfg, out.hidden, backend), out.routed_experts), out.pages, out.expert_counts
 
     return _step(body, params, cfg, batch, rows * pages_each)
 
 
-def prompt_step(params: Params, cfg: ModelConfig, tokens: int) -> Step:
+def prompt_step(params: Params, cfg: ModelConfig, tokens: int, routed_experts: bool = False) -> Step:
     """Returns the prefill of one new prompt of `tokens` tokens, with the head for its last one."""
     pages_each, backend = pages_for(tokens, 64), resolve_backend()
     batch = PrefillBatch(
@@ -156,11 +161,12 @@ def prompt_step(params: Params, cfg: ModelConfig, tokens: int) -> Step:
         jnp.zeros(1, jnp.int32),
         jnp.arange(pages_each, dtype=jnp.int32)[None],
         form=AttentionForm.NEW,
+        returns_routed_experts=routed_experts,
     )
 
     def body(params: Params, batch: PrefillBatch, pages: Pool) -> tuple[Any, Pool, jax.Array]:
         out = prefill(params, cfg, batch, pages, backend=backend)
-        return logits(params, cfg, out.hidden[-1:], backend), out.pages, out.expert_counts
+        return (logits(params, cfg, out.hidden[-1:], backend), out.routed_experts), out.pages, out.expert_counts
 
     return _step(body, params, cfg, batch, pages_each)
 
@@ -233,6 +239,7 @@ def main(report: Report) -> None:
     parser.add_argument("--model", choices=("bundled", "random"), default="bundled")
     parser.add_argument("--types", nargs="+", metavar="MODEL", help="compare float32 and bfloat16 for these models")
     parser.add_argument("--batch_invariant", nargs="+", metavar="MODEL", help="measure that option for these models")
+    parser.add_argument("--routed_experts", nargs="+", metavar="MODEL", help="measure these for these models")
     parser.add_argument("--dtypes", nargs="+", default=[*TYPES], help="or fp8")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 16])
     for name, value in (("layers", 4), ("prompt", 512), ("context", 192), ("rounds", 7)):
@@ -247,6 +254,10 @@ def main(report: Report) -> None:
     if arguments.batch_invariant:
         lines = (compare_invariance(name, arguments) for name in arguments.batch_invariant)
         report.table("Processor time with --batch_invariant over that without", columns, lines)
+        return
+    if arguments.routed_experts:
+        lines = (compare_routed_experts(name, arguments) for name in arguments.routed_experts)
+        report.table("Processor time with the experts of tokens over that without", columns, lines)
         return
     for dtype in arguments.dtypes:
         measure(report, arguments, dtype)
@@ -265,10 +276,18 @@ def compare_invariance(name: str, arguments: argparse.Namespace) -> list[Cell]:
     return _ratios(name, 1, invariant, _steps(params, cfg, arguments), arguments)
 
 
-def _steps(params: Params, cfg: ModelConfig, arguments: argparse.Namespace) -> list[Step]:
+def compare_routed_experts(name: str, arguments: argparse.Namespace) -> list[Cell]:
+    """Measures one model with and without the experts of tokens and returns its line of the table."""
+    params, cfg = load(name, 0, "float32")
+    returned, none = (_steps(params, cfg, arguments, routed_experts) for routed_experts in (True, False))
+    return _ratios(name, 1, returned, none, arguments)
+
+
+def _steps(params: Params, cfg: ModelConfig, arguments: argparse.Namespace, routed_experts: bool = False) -> list[Step]:
     """Returns decode steps of all numbers of rows, and the prefill of a prompt."""
-    decoding = [compiled(params, cfg, rows, arguments.context, resolve_backend()) for rows in arguments.rows]
-    return [*decoding, prompt_step(params, cfg, arguments.prompt)]
+    backend = resolve_backend()
+    decoding = [compiled(params, cfg, rows, arguments.context, backend, routed_experts) for rows in arguments.rows]
+    return [*decoding, prompt_step(params, cfg, arguments.prompt, routed_experts)]
 
 
 def _ratios(name: str, kind: int, first: list[Step], second: list[Step], arguments: argparse.Namespace) -> list[Cell]:

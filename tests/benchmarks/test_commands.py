@@ -86,6 +86,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("cpu_step", "--rows 1 --dtypes float32 --rounds 1 --seconds 0.01", {}),
     ("cpu_step", "--types bundled --rows 1 --prompt 64 --rounds 1 --seconds 0.01", {}),
+    ("cpu_step", "--routed_experts bundled --rows 1 --prompt 64 --rounds 1 --seconds 0.01", {}),
     ("cpu_step", "--batch_invariant bundled --rows 1 --prompt 64 --rounds 1 --seconds 0.01", {}),
     ("engine_host", "--running 2 --steps 2", {"MAX_NUM_BATCHED_TOKENS": 64}),
     ("engine_host", "--drafts 1 --running 4 --steps 2 --rounds 1", {}),

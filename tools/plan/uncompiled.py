@@ -33,6 +33,7 @@ WORKING = 4_750_747_968
 _OF_STEP = ("head", "eh_proj")  # stages that are no part of every layer
 _SUMS = 2  # over the devices of a rank in a layer: of what attention gives, and of the shared expert
 _JOINS = 1  # of the rows whose routed experts each of them has sent
+_LSE_WORDS, _BEST_BYTES = 2, 8  # 16-bit words of a log-sum-exp; a score and its position
 _WRITE_LAUNCHES = 3  # of a projection into a stage's cache: product, norm and rotation, write
 _CHOICE_LAUNCHES = 4  # of a draft of a block: embedding, product, the best of a device, the best of all
 
@@ -42,8 +43,8 @@ class StepEstimate:
     """One kind of step. `stages` are seconds of a layer, `head` included for the step; `sparse` are parts of attention.
 
     A device sends `traffic` to experts and back, and `sums` bytes to others of its rank, in `transfers` seconds of a
-    step. `drafts` are the seconds of what makes drafts, `accepted` the shares of rows in which all drafts up to each
-    position are accepted.
+    step; parts of attention are among them where these divide pages. `drafts` are the seconds of what makes drafts,
+    `accepted` the shares of rows in which all drafts up to each position are accepted.
     """
 
     phase: Phase
@@ -182,6 +183,7 @@ def _estimate(planned: PlannedModel, phase: Phase, run: Run, traffic: Traffic, d
     if phase == "decode" and deployment.tensor_parallel == 1:
         floor = decode_floor(planned, run.width)
     sums, transfers = _transfers(planned, rates, run.tokens, traffic, L)
+    parts, exchanges = _exchanges(planned, rates, run.tokens)
     return StepEstimate(
         phase=phase,
         tokens=run.tokens,
@@ -190,8 +192,8 @@ def _estimate(planned: PlannedModel, phase: Phase, run: Run, traffic: Traffic, d
         stages=_stages(planned, phase, run, rates),
         sparse=roofline.sparse_parts(planned.model, rates, batch),
         traffic=traffic,
-        sums=sums,
-        transfers=transfers,
+        sums=sums + parts,
+        transfers=transfers + exchanges,
         drafts=drafts,
         accepted=deployment.accepted if phase == "decode" else (),
         floor=floor,
@@ -266,3 +268,21 @@ def _transfers(planned: PlannedModel, rates: Rates, tokens: int, traffic: Traffi
         sums = round((2 * _SUMS + _JOINS) * (n - 1) / n * rows)
         seconds += layers * (_SUMS + _JOINS) * TRANSFER_S + sums / rates.node_link
     return sums, seconds
+
+
+def _exchanges(planned: PlannedModel, rates: Rates, tokens: int) -> tuple[int, float]:
+    """Returns bytes and seconds of what devices that divide pages send each other in the layers with entries.
+
+    They are queries, what their heads see and its log-sum-exps, and the best entries with their scores.
+    """
+    model, n = planned.model, planned.model.context_shards
+    if n == 1:
+        return 0, 0.0
+    assert model.compressed is not None
+    sparse, layers = model.compressed.num_sparse, model.compressed.num_sparse + model.compressed.num_heavy
+    heads = model.num_attention_heads // planned.deployment.tensor_parallel
+    row = (
+        layers * heads * 2 * (2 * model.latent_dim + _LSE_WORDS) + sparse * _BEST_BYTES * model.compressed.indexer.topk
+    )
+    size = (n - 1) * row * tokens
+    return size, (2 * layers + 2 * sparse) * TRANSFER_S + size / rates.node_link

@@ -267,7 +267,7 @@ def _cache_identity(
     return CacheIdentity(
         weights=known_identity(directory),
         tokenizer=_tokenizer_identity(directory),
-        model=model_identity(model_cfg),
+        model=model_identity(dataclasses.replace(model_cfg, context_shards=1)),  # which `page_size` says
         cache_dtype=dtypes.cache,
         compute_dtype=compute,
         fp8=options.fp8,

@@ -4,20 +4,28 @@
 
 It needs the extra `aot` and some ten minutes of one core: the decode step of DeepSeek-V3 is compiled for as many
 requests of each length as fit. A length of 1M is beyond the model's own 163,840 tokens; it shows memory and speed.
+DeepSeek-V4's steps are planned from shapes.
 """
 
 from collections.abc import Iterator
 
 from benchmarks.record import Cell, Report, run
 from configs.deepseek_v3 import DEEPSEEK_V3
+from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
+from configs.deepseek_v4_pro import DEEPSEEK_V4_PRO
 from configs.deployments import H200
+from dsv3.config.model import ModelConfig
 from tools.plan.deployment import Deployment
 from tools.plan.memory import Memory, memory_of
 from tools.plan.plan import StepPlan, step_plan
 from tools.plan.programs import compile_step, lay_out
-from tools.plan.uncompiled import WORKING
+from tools.plan.uncompiled import WORKING, StepEstimate, step_estimate
 
-MODEL = DEEPSEEK_V3
+MODELS = {
+    "DeepSeek-V3": DEEPSEEK_V3,
+    "DeepSeek-V4-Flash": DEEPSEEK_V4_FLASH,
+    "DeepSeek-V4-Pro": DEEPSEEK_V4_PRO,
+}
 CONTEXTS = {"128K": 2**17, "1M": 2**20}
 LAYOUTS = {"8 ranks": (1, 1), "tensor parallel": (8, 1), "pages divided": (8, 8)}
 """Tensor-parallel size, and how many devices divide a page."""
@@ -30,23 +38,24 @@ COLUMNS = [
 
 
 def main(report: Report) -> None:
-    title = "DeepSeek-V3 on 8 H200, decode: as many requests as fit, each of the same length"
-    report.table(title, COLUMNS, rows())
+    for name, model in MODELS.items():
+        title = f"{name} on 8 H200, decode: as many requests as fit, each of the same length"
+        report.table(title, COLUMNS, rows(model))
 
 
-def rows() -> Iterator[list[Cell]]:
+def rows(model: ModelConfig) -> Iterator[list[Cell]]:
     """Yields a row for each length, cache and layout; without requests at once where none fits."""
     for context, length in CONTEXTS.items():
-        for cache in CACHES:
+        for cache in CACHES if model.compressed is None else CACHES[-1:]:
             rates: dict[str, float] = {}
             for name in LAYOUTS:
-                memory, requests = fitting(name, cache, length)
+                memory, requests = fitting(model, name, cache, length)
                 ranks = 8 // LAYOUTS[name][0]
                 cells: list[Cell] = [context, cache, name, memory.token, memory.tokens_left, ranks * requests]
                 if not requests:
                     yield [*cells, None, None, None]
                     continue
-                step = planned_step(deployment(name, cache, length, requests))
+                step = planned_step(model, deployment(name, cache, length, requests))
                 rates[name] = step.tokens_per_device
                 times = rates[name] / rates[REPLICATED] if REPLICATED in rates else None
                 yield [*cells, 1e3 * step.seconds, rates[name], times]
@@ -68,15 +77,17 @@ def deployment(name: str, cache: str, length: int, requests: int) -> Deployment:
     )
 
 
-def fitting(name: str, cache: str, length: int) -> tuple[Memory, int]:
+def fitting(model: ModelConfig, name: str, cache: str, length: int) -> tuple[Memory, int]:
     """Returns the memory of a device beside an assumed working memory, and the requests of a rank that fit."""
-    memory = memory_of(lay_out(MODEL, deployment(name, cache, length, 1)), WORKING)
+    memory = memory_of(lay_out(model, deployment(name, cache, length, 1)), WORKING)
     return memory, memory.tokens_left // length
 
 
-def planned_step(of: Deployment) -> StepPlan:
+def planned_step(model: ModelConfig, of: Deployment) -> StepPlan | StepEstimate:
     """Returns the plan of a decode step. Raises ValueError where it takes more working memory than is assumed."""
-    planned = lay_out(MODEL, of)
+    planned = lay_out(model, of)
+    if model.compressed is not None:
+        return step_estimate(planned, "decode")
     compiled = compile_step(planned, "decode")
     taken = max(program.temporaries + 2 * program.results for program in compiled)
     if taken > WORKING:

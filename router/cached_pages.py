@@ -1,8 +1,9 @@
 """Which pages an instance has cached, by the KV events that it publishes over ZMQ.
 
 The router names a page by a chain of hashes over its token ids: the instance's own block hashes start from model and
-tenant, which a router does not know. So equal tokens of several tenants have one name here. The listener requests the
-batches that it missed.
+tenant, which a router does not know. So equal tokens of several tenants have one name here. A block of an instance is
+one such page or, of DeepSeek-V4 and where devices divide pages, several. The listener requests the batches that it
+missed.
 """
 
 import asyncio
@@ -63,10 +64,10 @@ class CachedPages:
 
     def __init__(self, num_ranks: int) -> None:
         self._holders = RankPrefixIndex(num_ranks)
-        self._key_of: OrderedDict[int, bytes] = OrderedDict()  # block hash to page key
-        self._cached: list[dict[tuple[int, str], bytes]] = [
+        self._keys_of: OrderedDict[int, tuple[bytes, ...]] = OrderedDict()  # block hash to page keys
+        self._cached: list[dict[tuple[int, str], tuple[bytes, ...]]] = [
             {} for _ in range(num_ranks)
-        ]  # (block hash, medium) to page key
+        ]  # (block hash, medium) to page keys
         self._counts: Counter[tuple[bytes, int]] = Counter()  # of those, by page key and rank
 
     @property
@@ -100,34 +101,33 @@ class CachedPages:
 
     def _map_hashes(self, event: BlockStored) -> None:
         """Maps block hashes to page keys, where the event has the tokens and its parent is known."""
-        parent = event.parent_block_hash
-        before = _START if parent is None else self._key_of.get(parent)
-        has_tokens = len(event.token_ids) == PAGE_TOKENS * len(event.block_hashes) and event.block_size == PAGE_TOKENS
-        if before is None or not has_tokens or not _are_ids(event.token_ids):
+        size, count = event.block_size, len(event.block_hashes)
+        before = (_START,) if event.parent_block_hash is None else self._keys_of.get(event.parent_block_hash)
+        whole = size > 0 and size % PAGE_TOKENS == 0 and len(event.token_ids) == size * count
+        if before is None or not whole or not _are_ids(event.token_ids):
             return
-        for name, key in zip(event.block_hashes, token_page_keys(event.token_ids, before), strict=True):
-            self._key_of.setdefault(name, key)
-            self._key_of.move_to_end(name)
-        while len(self._key_of) > MAX_NAMES:
-            self._key_of.popitem(last=False)
+        keys, each = token_page_keys(event.token_ids, before[-1]), size // PAGE_TOKENS
+        for i, name in enumerate(event.block_hashes):
+            self._keys_of.setdefault(name, keys[i * each : (i + 1) * each])
+            self._keys_of.move_to_end(name)
+        while len(self._keys_of) > MAX_NAMES:
+            self._keys_of.popitem(last=False)
 
     def _add(self, rank: int, name: int, medium: str) -> None:
-        key = self._key_of.get(name)
-        if key is None or (name, medium) in self._cached[rank]:
+        keys = self._keys_of.get(name)
+        if keys is None or (name, medium) in self._cached[rank]:
             return
-        self._cached[rank][name, medium] = key
-        self._counts[key, rank] += 1
-        self._holders.add((key,), rank)
+        self._cached[rank][name, medium] = keys
+        self._counts.update((key, rank) for key in keys)
+        self._holders.add(keys, rank)
 
     def _remove(self, rank: int, pages: Iterable[tuple[int, str]]) -> None:
         for page in pages:
-            key = self._cached[rank].pop(page, None)
-            if key is None:
-                continue
-            self._counts[key, rank] -= 1
-            if not self._counts[key, rank]:
-                del self._counts[key, rank]
-                self._holders.remove([key], rank)
+            for key in self._cached[rank].pop(page, ()):
+                self._counts[key, rank] -= 1
+                if not self._counts[key, rank]:
+                    del self._counts[key, rank]
+                    self._holders.remove([key], rank)
 
 
 def _are_ids(tokens: Sequence[int]) -> bool:

@@ -169,8 +169,8 @@ def served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:
 
     It has its first MTP module, or its stages of DSpark, where these propose drafts, else none: weights that nothing
     uses are neither loaded nor get a share of the cache. It has FP8 products where the options quantize. Raises
-    ValueError for drafts by layers that the model lacks, for more drafts than a block has, for experts to return where
-    there are none, and for pages of DeepSeek-V4 that devices would divide.
+    ValueError for drafts by layers that the model lacks, for more drafts than a block has, and for experts to return
+    where there are none.
     """
     method = None if options.speculative is None else options.speculative.method
     wanted, dspark = method == "mtp", model_cfg.dspark if method == "dspark" else None
@@ -183,11 +183,6 @@ def served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:
         )
     if options.enable_return_routed_experts and not model_cfg.num_moe_layers:
         raise ValueError("enable_return_routed_experts: this model has no routed experts; omit the option")
-    if model_cfg.compressed is not None and options.decode_context_parallel_size > 1:
-        raise ValueError(
-            f"decode_context_parallel_size: {options.decode_context_parallel_size} is not supported with compressed "
-            "attention (DeepSeek-V4), whose cache is small already; omit it"
-        )
     fp8 = model_cfg.fp8 or (Fp8Config() if options.fp8 == "quantize" else None)
     divided = options.decode_context_parallel_size
     return dataclasses.replace(
@@ -272,7 +267,7 @@ def _cache_identity(
     return CacheIdentity(
         weights=known_identity(directory),
         tokenizer=_tokenizer_identity(directory),
-        model=model_identity(model_cfg),
+        model=model_identity(dataclasses.replace(model_cfg, context_shards=1)),  # which `page_size` says
         cache_dtype=dtypes.cache,
         compute_dtype=compute,
         fp8=options.fp8,

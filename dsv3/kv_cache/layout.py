@@ -6,7 +6,8 @@ context, so pages are allocated, moved and offloaded with all these groups toget
 their own, which cover as many tokens.
 
 Shapes and bytes here are those of whole pages. Where devices divide a page (`dsv3.model.context_parallel`), each holds
-`1 / context_shards` of its rows; the payload of a page has them all, in order.
+`1 / context_shards` of its rows; the payload of a page has them all, in order. Pages of the window and slots, whose
+bytes do not grow with the context, are whole on every device.
 """
 
 import math
@@ -101,7 +102,7 @@ def window_pages(cfg: ModelConfig, cache_dtype: str, num_pages: int, slots: int)
     """Returns how many window pages an engine of `slots` requests has beside `num_pages` pages; 0 without a window."""
     if not window_size(cfg):
         return 0
-    kept = num_pages * (page_cost(cfg, cache_dtype) - page_bytes(cfg, cache_dtype))
+    kept = num_pages * (page_cost(cfg, cache_dtype) - page_bytes(cfg, cache_dtype) // cfg.context_shards)
     least = least_window_pages(slots, cfg.page_size, window_size(cfg))
     return least + kept // page_bytes(cfg, cache_dtype, "window")
 

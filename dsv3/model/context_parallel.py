@@ -9,6 +9,9 @@ tokens, and the parts are merged by log-sum-exp on the device that has the head.
 latents of a layer instead, and each attends with its own heads to all tokens. Both give every device the same work, so
 causality needs no balance: a request's tokens lie on the devices in turns of P. In sparse attention each device scores
 its own index keys, and the best of all devices are found among its best.
+
+Where entries stand for several tokens (DeepSeek-V4), devices divide the entries of a page likewise. Latents of the
+window, which every device has, they divide as they attend. The sink is counted once, in the merged result.
 """
 
 import dataclasses
@@ -18,7 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv3.config.model import ModelConfig
-from pallas_kernels import mla
+from pallas_kernels import dsa, mla
+from pallas_kernels.backend import Backend
+from pallas_kernels.compressed import RowList
 from sharding.mesh import CONTEXT
 
 NOWHERE = 2**30
@@ -27,15 +32,15 @@ NOWHERE = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class ContextShards:
-    """The `size` devices of a group, inside `shard_map`; each holds `tokens` tokens of a page."""
+    """The `size` devices of a group, inside `shard_map`; each holds `tokens` tokens, or entries, of a page."""
 
     size: int
     tokens: int
 
     @classmethod
-    def of(cls, cfg: ModelConfig) -> "ContextShards":
-        """Returns the devices that divide the pages of a model."""
-        return cls(cfg.context_shards, cfg.page_size // cfg.context_shards)
+    def of(cls, cfg: ModelConfig, ratio: int = 1) -> "ContextShards":
+        """Returns the devices that divide the pages of a model, whose entries stand for `ratio` tokens each."""
+        return cls(cfg.context_shards, cfg.page_size // cfg.context_shards // ratio)
 
     def own_offsets(self, offsets: jax.Array) -> jax.Array:
         """Returns rows of pages as rows of this device's part; out of `[0, tokens)` where another device has them."""
@@ -59,6 +64,46 @@ class ContextShards:
         own = valid & (offsets >= 0) & (offsets < self.tokens)
         places = jnp.sort(jnp.where(own, pages * self.tokens + offsets, NOWHERE), axis=1)
         return places, own.sum(axis=1, dtype=jnp.int32)
+
+    def own_parts(self, page_table: jax.Array) -> jax.Array:
+        """Returns the parts of pages `[B, Mp]`, `[B, D * Mp]`: the page where this device holds the part, else -1."""
+        if self.size == 1:
+            return page_table
+        own = jnp.arange(self.size) == lax.axis_index(CONTEXT)
+        return jnp.where(own, page_table[..., None], -1).reshape(len(page_table), -1)
+
+    def own_share(self, rows: RowList) -> RowList:
+        """Returns every D-th of the listed rows, which all devices hold: those that this device attends to."""
+        if self.size == 1:
+            return rows
+        count, listed = rows.numbers.shape
+        turns = jnp.pad(rows.numbers, ((0, 0), (0, -listed % self.size))).reshape(count, -1, self.size)
+        device = lax.axis_index(CONTEXT)
+        numbers = lax.dynamic_index_in_dim(turns, device, axis=2, keepdims=False)
+        return dataclasses.replace(rows, numbers=numbers, counts=(rows.counts + self.size - 1 - device) // self.size)
+
+    def topk_indices(
+        self,
+        q: jax.Array,
+        weights: jax.Array,
+        pool: jax.Array,
+        page_table: jax.Array,
+        visible: jax.Array,
+        *,
+        first_page: jax.Array | int,
+        topk: int,
+        backend: Backend | None,
+    ) -> jax.Array:
+        """Returns what `dsa.topk_indices` does, of the index keys of all devices; `NOWHERE` ends a row of fewer."""
+        if self.size == 1:
+            return dsa.topk_indices(
+                q, weights, pool, page_table, visible, first_page=first_page, topk=topk, backend=backend
+            )
+        seen = self.own_lengths(visible)
+        places, scores = dsa.topk_scores(
+            q, weights, pool, page_table, seen, first_page=first_page, topk=topk, backend=backend
+        )
+        return self.best_tokens(jnp.where(places < seen[:, None], places, NOWHERE), scores, topk)
 
     def best_tokens(self, places: jax.Array, scores: jax.Array, topk: int) -> jax.Array:
         """Returns the positions `[T, topk]`, in rising order, of the highest scores of all devices of the group.

@@ -1,6 +1,6 @@
 """Attention to a window of tokens and to compressed entries (DeepSeek-V4), whose rows are in paged arrays."""
 
-from pallas_kernels.compressed.attend import attend_compressed, bytes_of_query
+from pallas_kernels.compressed.attend import attend_compressed, attend_part, bytes_of_query
 from pallas_kernels.compressed.entries import (
     Given,
     PoolSizes,
@@ -20,6 +20,7 @@ __all__ = [
     "RowList",
     "StepTokens",
     "attend_compressed",
+    "attend_part",
     "bytes_of_query",
     "complete_entries",
     "completes",

@@ -49,6 +49,41 @@ def attend_compressed(
     Raises:
       ValueError: a shape or dtype does not fit.
     """
+    how: dict[str, Any] = {"scale": scale, "plain": plain, "layer": layer, "backend": backend}
+    return _attend(q, sink, own, window, entries, **how)[0]
+
+
+def attend_part(
+    q: jax.Array,
+    own: jax.Array,
+    window: RowList,
+    entries: RowList,
+    *,
+    scale: float,
+    plain: int,
+    backend: Backend | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes `attend_compressed` without a sink, for rows that are a part of those that a query sees.
+
+    Returns:
+      out `[N, H, d]` in the dtype of `q`, and lse `[N, H]` float32; 0 and +inf for a query without rows.
+    """
+    none = jnp.full((1, q.shape[1]), -jnp.inf)
+    return _attend(q, none, own, window, entries, scale=scale, plain=plain, layer=0, backend=backend)
+
+
+def _attend(
+    q: jax.Array,
+    sink: jax.Array,
+    own: jax.Array,
+    window: RowList,
+    entries: RowList | None,
+    *,
+    scale: float,
+    plain: int,
+    layer: jax.Array | int,
+    backend: Backend | None,
+) -> tuple[jax.Array, jax.Array]:
     _check(q, sink, own, window, entries)
     chosen = resolve_backend(requested=with_fallback("attend_compressed", backend))
     if triton_ops.usable(chosen):

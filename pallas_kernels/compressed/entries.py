@@ -31,7 +31,7 @@ class StepTokens(NamedTuple):
     contexts: jax.Array  # [B] int32, tokens that it had before the step
     ends: jax.Array  # [B] int32, tokens that it has after it
     slots: jax.Array  # [B] int32
-    page_table: jax.Array  # [B, Mp] int32
+    page_table: jax.Array  # [B, Mp] int32, of pages with as many entries as the array's; -1: those are not written
     window_table: jax.Array  # [B, Mp] int32
 
 

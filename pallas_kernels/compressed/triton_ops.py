@@ -1,5 +1,6 @@
 """Compressed attention on Triton kernels, on Hopper too."""
 
+import math
 from typing import Any
 
 import jax
@@ -33,8 +34,8 @@ def attend(
     plain: int,
     layer: jax.Array | int,
     backend: Backend,
-) -> jax.Array:
-    """See `attend_compressed`."""
+) -> tuple[jax.Array, jax.Array]:
+    """See `attend_compressed` and `attend_part`."""
     (N, H, d), fp8 = q.shape, own.dtype == jnp.uint8
     listed = 0 if entries is None else entries.numbers.shape[1]
     last = RowList(window.array, window.numbers, jnp.zeros_like(window.counts)) if entries is None else entries
@@ -69,11 +70,11 @@ def attend(
             BLOCK_N=tile.columns,
         )
         if shares == 1:
-            return out[:, 0]
-        (joined,) = call.start(
+            return out[:, 0], _natural(lse[:, 0])
+        joined, joined_lse = call.start(
             "compressed.join",
             (out, lse, window.counts, last.counts),
-            (jax.ShapeDtypeStruct(q.shape, q.dtype),),
+            (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((N, H), jnp.float32)),
             grid=(N, H),
             warps=_JOIN_WARPS,
             HEADS=H,
@@ -82,7 +83,12 @@ def attend(
             SHARE=SHARE,
             SHARES=shares,
         )
-    return joined
+    return joined, _natural(joined_lse)
+
+
+def _natural(lse: jax.Array) -> jax.Array:
+    """Returns the kernels' log-sum-exps, which are to base two, as those of `attend_part`."""
+    return jnp.where(lse > -1e29, lse * math.log(2), jnp.inf)
 
 
 def _operands(rows: RowList) -> tuple[jax.Array, ...]:

@@ -26,19 +26,19 @@ STEPS = st.lists(
 )
 
 
-def tokens_of(pages: list[int]) -> np.ndarray:
-    return np.repeat(np.array(pages, np.int32), 64)
+def tokens_of(pages: list[int], size: int = 64) -> np.ndarray:
+    return np.repeat(np.array(pages, np.int32), size)
 
 
-def keys_of(tenant: int, pages: list[int]) -> list[bytes]:
+def keys_of(tenant: int, pages: list[int], size: int = 64) -> list[bytes]:
     keys: list[bytes] = []
-    extend_keys(root_key("model", str(tenant)), keys, tokens_of(pages), 64)
+    extend_keys(root_key("model", str(tenant)), keys, tokens_of(pages, size), size)
     return keys
 
 
-def stored(rank: int, tenant: int, pages: list[int]) -> Stored:
-    keys = keys_of(tenant, pages)
-    return Stored(rank, "GPU", keys, PageTokens(keys, None, tokens_of(pages), root_key("model", str(tenant))))
+def stored(rank: int, tenant: int, pages: list[int], size: int = 64) -> Stored:
+    keys, root = keys_of(tenant, pages, size), root_key("model", str(tenant))
+    return Stored(rank, "GPU", keys, PageTokens(keys, None, tokens_of(pages, size), root))
 
 
 def tell(held: CachedPages, encoder: EventEncoder, *notes) -> None:
@@ -50,13 +50,13 @@ def tell(held: CachedPages, encoder: EventEncoder, *notes) -> None:
         held.apply(rank, read_batch(payload))
 
 
-@given(STEPS, PROMPTS)
-def test_a_prompt_finds_what_a_rank_holds(steps, prompt):
-    held, encoder, there = CachedPages(RANKS), EventEncoder(RANKS, 64), set()
+@given(STEPS, PROMPTS, st.sampled_from([64, 128]))
+def test_a_prompt_finds_what_a_rank_holds(steps, prompt, size):
+    held, encoder, there = CachedPages(RANKS), EventEncoder(RANKS, size), set()
     for what, rank, (tenant, pages) in steps:
-        keys = keys_of(tenant, pages)
+        keys = keys_of(tenant, pages, size)
         if what == "store":
-            tell(held, encoder, stored(rank, tenant, pages))
+            tell(held, encoder, stored(rank, tenant, pages, size))
             there |= {(rank, tenant, tuple(pages[: i + 1])) for i in range(len(pages))}
         elif what == "remove":
             tell(held, encoder, Removed(rank, "GPU", keys[-1:]))
@@ -64,12 +64,12 @@ def test_a_prompt_finds_what_a_rank_holds(steps, prompt):
         else:
             tell(held, encoder, Cleared())
             there.clear()
-    names, wanted = token_page_keys(tokens_of(prompt[1])), prompt[1]
+    names, wanted = token_page_keys(tokens_of(prompt[1], size)), prompt[1]
     spelled = [{pages for rank, _, pages in there if rank == mine} for mine in range(RANKS)]
     depths = [
         next((i for i in range(len(wanted)) if tuple(wanted[: i + 1]) not in mine), len(wanted)) for mine in spelled
     ]
-    assert held.overlap(names) == max(depths)
+    assert held.overlap(names) == max(depths) * size // 64
 
 
 @given(st.binary(max_size=40))

@@ -55,21 +55,24 @@ def core_operations(model: ModelConfig, context: float) -> float:
 def compressed_core(model: ModelConfig, rates: Rates, batch: PlannedBatch, kernel_s: float) -> SparseCore:
     """Returns the parts of one layer for a micro-batch; a kernel launch takes `kernel_s`.
 
-    Devices of a rank share the heads, and nothing else. One multiprocessor selects the entries of one query. Each query
-    reads the index keys of its request, at the rate of HBM even from the L2 cache.
+    Devices of a rank share the heads, and nothing else unless they divide pages: then each reads and scores its share,
+    of the window's rows too. One multiprocessor selects the entries of one query. Each query reads the index keys of
+    its request, at the rate of HBM even from the L2 cache.
     """
-    compressed, b, L = _compressed(model), batch.tokens, model.num_hidden_layers
-    rows, keys = rows_seen(model, batch.keys, batch.min_keys)
+    compressed, b, L, n = _compressed(model), batch.tokens, model.num_hidden_layers, batch.context_split
+    seen, scored = rows_seen(model, batch.keys, batch.min_keys)
+    rows, keys = seen / n, scored / n
+    again = 0 if n == 1 else compressed.num_sparse * n * compressed.indexer.topk  # among the best of all devices
     row, key = (row_bytes(model, batch.cache_dtype, name) for name in (WINDOW_LATENTS, INDEX_KEYS))
     sparse, heavy = compressed.num_sparse / L, compressed.num_heavy / L
     score_flops = rates.fp8_core_flops if batch.cache_dtype == "fp8" else rates.decode_core_flops
     scores = max(keys * index_operations(model) / score_flops, keys * (key + _SCORE_BYTES) / rates.hbm)
-    core = max(rows * absorbed_operations(model) / batch.split / rates.decode_core_flops, rows * row / rates.hbm)
+    core = max(seen * absorbed_operations(model) / batch.split / rates.decode_core_flops, rows * row / rates.hbm)
     groups = _groups(model, batch)
     launches = groups * (_LAUNCHES + sparse * _CHOICE_LAUNCHES) + (2 * sparse + heavy) * _POOLING_LAUNCHES
     return SparseCore(
         scores=b * scores / L,
-        choice=math.ceil(b / rates.multiprocessors) * keys / L / rates.selection,
+        choice=math.ceil(b / rates.multiprocessors) * (keys + again) / L / rates.selection,
         copies=2 * b * rows / L * row / rates.hbm,
         attention=b * core / L,
         launches=launches * kernel_s,
@@ -105,8 +108,8 @@ def _groups(model: ModelConfig, batch: PlannedBatch) -> int:
     """Returns the groups of queries of a layer that chooses entries: copies and logits stay within `BYTES_AT_ONCE`."""
     compressed = _compressed(model)
     copies = compressed.window + compressed.indexer.topk
-    scores = _SCORE_BYTES * batch.max_keys / compressed.sparse_ratio
-    logits = _SCORE_BYTES * model.num_attention_heads // batch.split
+    scores = _SCORE_BYTES * batch.max_keys / compressed.sparse_ratio / batch.context_split
+    logits = _SCORE_BYTES * model.num_attention_heads * batch.context_split // batch.split
     each = max(scores, copies * max(logits, 2 * model.latent_dim))
     return math.ceil(batch.tokens * each / BYTES_AT_ONCE)
 

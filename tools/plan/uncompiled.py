@@ -35,6 +35,7 @@ WORKING = 4_750_747_968
 _OF_STEP = ("head", "eh_proj")  # stages that are no part of every layer
 _SUMS = 2  # over the devices of a rank in a layer: of what attention gives, and of the shared expert
 _JOINS = 1  # of the rows whose routed experts each of them has sent
+_LSE_WORDS, _BEST_BYTES = 2, 8  # 16-bit words of a log-sum-exp; a score and its position
 _WRITE_LAUNCHES = 3  # of a projection into a stage's cache: product, norm and rotation, write
 _CHOICE_LAUNCHES = 4  # of a draft of a block: embedding, product, the best of a device, the best of all
 
@@ -43,9 +44,9 @@ _CHOICE_LAUNCHES = 4  # of a draft of a block: embedding, product, the best of a
 class StepEstimate:
     """One kind of step. `stages` are seconds of a layer, `head` included for the step; `sparse` are parts of attention.
 
-    A device sends `traffic` to experts and back, and `sums` bytes to others of its rank; `transfers` are the seconds of
-    a step in which nothing else runs. `drafts` are the seconds of what makes drafts, `accepted` the shares of rows in
-    which all drafts up to each position are accepted.
+    A device sends `traffic` to experts and back, and `sums` bytes to others of its rank; parts of attention are among
+    them where these divide pages. `transfers` are the seconds of a step in which nothing else runs. `drafts` are the
+    seconds of what makes drafts, `accepted` the shares of rows in which all drafts up to each position are accepted.
     """
 
     phase: Phase
@@ -189,6 +190,7 @@ def _estimate(planned: PlannedModel, phase: Phase, run: Run, traffic: Traffic, d
     if micro_batches > 1:
         exchanges = L * _not_hidden(planned.model, phase, exchanges / L, stages)
     sums, of_rank = _sums(planned, rates, run.tokens, L)
+    parts, of_parts = _parts(planned, rates, run.tokens)
     return StepEstimate(
         phase=phase,
         tokens=run.tokens,
@@ -197,8 +199,8 @@ def _estimate(planned: PlannedModel, phase: Phase, run: Run, traffic: Traffic, d
         stages=stages,
         sparse=roofline.sparse_parts(planned.model, rates, batch),
         traffic=traffic,
-        sums=sums,
-        transfers=exchanges + of_rank,
+        sums=sums + parts,
+        transfers=exchanges + of_rank + of_parts,
         drafts=drafts,
         accepted=deployment.accepted if phase == "decode" else (),
         floor=floor,
@@ -307,3 +309,21 @@ def _sums(planned: PlannedModel, rates: Rates, tokens: int, layers: int) -> tupl
     rows = layers * tokens * 2 * planned.model.hidden_size
     sums = round((2 * _SUMS + _JOINS) * (n - 1) / n * rows)
     return sums, layers * (_SUMS + _JOINS) * TRANSFER_S + sums / rates.node_link
+
+
+def _parts(planned: PlannedModel, rates: Rates, tokens: int) -> tuple[int, float]:
+    """Returns bytes and seconds of what devices that divide pages send each other in the layers with entries.
+
+    They are queries, what their heads see and its log-sum-exps, and the best entries with their scores.
+    """
+    model, n = planned.model, planned.model.context_shards
+    if n == 1:
+        return 0, 0.0
+    assert model.compressed is not None
+    sparse, layers = model.compressed.num_sparse, model.compressed.num_sparse + model.compressed.num_heavy
+    heads = model.num_attention_heads // planned.deployment.tensor_parallel
+    row = (
+        layers * heads * 2 * (2 * model.latent_dim + _LSE_WORDS) + sparse * _BEST_BYTES * model.compressed.indexer.topk
+    )
+    size = (n - 1) * row * tokens
+    return size, (2 * layers + 2 * sparse) * TRANSFER_S + size / rates.node_link

@@ -27,7 +27,7 @@ from dsv3.engine.components import EngineComponents
 from dsv3.engine.device import state as device_state
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import chunk_columns
-from dsv3.kv_cache.layout import pool
+from dsv3.kv_cache.layout import groups_of, pool
 from dsv3.model.batch import AttentionForm
 from dsv3.model.forms import applies
 from dsv3.model.steps import StepOutput
@@ -118,7 +118,8 @@ class Layout:
         )
         cfg = self.cfg
         one = pool(self.model_cfg, cfg.cache_dtype, cfg.num_pages, cfg.num_window_pages, cfg.max_num_seqs)
-        self.pages = {name: self._pool_array(leaf) for name, leaf in one.items()}
+        lasting = {group.name for group in groups_of(self.model_cfg, cfg.cache_dtype, "context")}
+        self.pages = {name: self._pool_array(leaf, divides=name in lasting) for name, leaf in one.items()}
         sizes = {name: watch.size for name, watch in forward_counters.items()}
         self.state = self.sharded(device_state.decode_state_shapes(self.cfg, sizes))
         self.reserve = reserve(self.cfg, self.functions.overlaps, gpus.multiprocessors(self.mesh.devices.flat[0]))
@@ -204,9 +205,9 @@ class Layout:
         """The slot of every row of a forward pass that must be repeated. Like that of padding it is out of range."""
         return self.cfg.max_num_seqs + 1
 
-    def _pool_array(self, one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def _pool_array(self, one: jax.ShapeDtypeStruct, divides: bool) -> jax.ShapeDtypeStruct:
         """Returns the shape of a pool over all ranks; devices of a rank divide its pages, or replicate them."""
-        spec = PAGES_SPEC if self.cfg.decode_context_parallel_size > 1 else RANK_SPEC
+        spec = PAGES_SPEC if divides and self.cfg.decode_context_parallel_size > 1 else RANK_SPEC
         shape = (self.cfg.num_ranks, *one.shape)
         return jax.ShapeDtypeStruct(shape, one.dtype, sharding=NamedSharding(self.mesh, spec))
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv3.config.model import ModelConfig
-from dsv3.kv_cache.layout import Pool, entries_per_page, pages_per_layer
+from dsv3.kv_cache.layout import Pool, pages_per_layer
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.attention import decode_positions
 from dsv3.model.layers.linear import Index
@@ -122,7 +122,8 @@ class StepRows:
 class CacheRows:
     """The rows of one cache group in one layer: row n of request b is in page `table[b, n // per_page]`.
 
-    There it is row `n % per_page % R`; R is less than `per_page` where pages are rings.
+    There it is row `n % per_page % R`; R is less than `per_page` where pages are rings. Of pages that devices divide, n
+    counts the rows that this device holds.
     """
 
     array: jax.Array  # [layers * pages, R, W]
@@ -137,7 +138,7 @@ class CacheRows:
         (group,) = (group for group in cfg.cache_groups("float32") if group.name == name)  # of any dtype
         match group.lifetime:
             case "context":
-                table, per_page = rows.page_table, entries_per_page(cfg, group)
+                table, per_page = rows.page_table, pool[name].shape[1]
             case "window":
                 table, per_page = rows.window_table, cfg.page_size
             case "request":

@@ -4,7 +4,8 @@ A step reads what earlier steps have left of its requests' last tokens, complete
 last tokens' rows. Decode is prefill of chunks of S tokens. Every query lists the rows that it attends to, in an order
 that depends on its position alone: its bits do not depend on where chunks are cut, nor on what else is in a batch. Its
 own step's tokens are rounded as those in the cache are. Kernels read listed rows where they are; jax.numpy copies them.
-Groups of queries bound the memory of lists, copies and scores.
+Groups of queries bound the memory of lists, copies and scores. Where devices divide the entries of pages, each attends
+to its own and to its share of the window, and the parts are merged (`dsv3.model.context_parallel`).
 """
 
 import dataclasses
@@ -32,6 +33,7 @@ from dsv3.config.model import (
 from dsv3.kv_cache import layout
 from dsv3.kv_cache.layout import Pool, pages_per_layer
 from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.context_parallel import ContextShards
 from dsv3.model.layers.attention import Attend, LayerPlace
 from dsv3.model.layers.cache_rows import CacheRows, StepRows
 from dsv3.model.layers.compressed_attention import (
@@ -53,6 +55,7 @@ from pallas_kernels.compressed import (
     RowList,
     StepTokens,
     attend_compressed,
+    attend_part,
     bytes_of_query,
     complete_entries,
     completes,
@@ -116,25 +119,27 @@ class _Queries:
     requests: jax.Array  # [N]
     table: jax.Array  # [N, Mp], pages of their requests
     complete: jax.Array  # [N], entries of layers that choose among them
-    chosen: jax.Array  # [N], how many of those they choose
     window: RowList
-    heavy: RowList | None  # all entries of the layers that do not choose; None in a model without such layers
+    share: RowList  # of the window: what this device attends to where it has a part of the entries
+    heavy: RowList | None  # its entries of the layers that do not choose; None in a model without such layers
 
     @classmethod
     def of(
         cls, cfg: ModelConfig, rows: StepRows, requests: jax.Array, positions: jax.Array, seen: jax.Array
     ) -> "_Queries":
         """Returns what queries at `positions` see of their `requests`, of which there are `seen` tokens, `[N]` each."""
-        compressed, shapes, heavy = compressed_of(cfg), layout.pool(cfg, "float32", 1, 1, 1), None
+        compressed, heavy = compressed_of(cfg), None
+        shapes = layout.pool(dataclasses.replace(cfg, context_shards=1), "float32", 1, 1, 1)  # a device's part
         complete = num_complete(compressed.sparse_ratio, seen - 1)
         window = CacheRows.of(cfg, WINDOW_LATENTS, shapes, rows, 0)
         for ratio in set(compressed.ratios) - {0, compressed.sparse_ratio}:
             entries = CacheRows.of(cfg, HEAVY_ENTRIES, shapes, rows, 0)
             numbers = jnp.arange(entries.capacity, dtype=jnp.int32)[None]
-            heavy = entries.list_rows(requests, numbers, jnp.minimum(num_complete(ratio, seen - 1), entries.capacity))
+            own = ContextShards.of(cfg, ratio).own_lengths(num_complete(ratio, seen - 1))
+            heavy = entries.list_rows(requests, numbers, jnp.minimum(own, entries.capacity))
         last = rows.list_last(requests, positions, seen, compressed.window, window)
-        chosen = jnp.minimum(complete, compressed.indexer.topk)
-        return cls(requests, rows.page_table[requests], complete, chosen, last, heavy)
+        share = ContextShards.of(cfg).own_share(last)
+        return cls(requests, rows.page_table[requests], complete, last, share, heavy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +158,9 @@ class _SharedStep:
     @classmethod
     def of(cls, cfg: ModelConfig, rows: StepRows) -> "_SharedStep":
         """Returns what the layers of a step with these rows share."""
-        requests = rows.firsts, rows.contexts, rows.ends, rows.slots, rows.page_table, rows.window_table
+        parts = ContextShards.of(cfg).own_parts(rows.page_table)
+        windows = jnp.pad(rows.window_table, ((0, 0), (0, parts.shape[1] - rows.window_table.shape[1])))
+        requests = rows.firsts, rows.contexts, rows.ends, rows.slots, parts, windows
         tokens = StepTokens(rows.requests, jnp.where(rows.valid, rows.positions, -1), *requests)
         ratios = {ratio for ratio in compressed_of(cfg).ratios if ratio}
         by = {ratio: entry_rotation(cfg, rows.positions // ratio * ratio) for ratio in ratios}
@@ -257,7 +264,7 @@ class _Layer:
         made = pool_window(Contribution(*jnp.split(made_of, 2, axis=-1)), tokens >= 0, width)
         by = entry_rotation(self.cfg, numbers * ratio)
         done = norm_and_rotate(made, params, self.place.of_ratio, by, self.cfg.rms_norm_eps, dtype, self.backend)
-        entries = self.group_rows(pool, names.entries)
+        entries = dataclasses.replace(self.group_rows(pool, names.entries), table=self.step.tokens.page_table)
         if names.entries != INDEX_KEYS:
             done = encode_rows(done, self.cfg.kv_lora_rank, entries.array.dtype, backend=self.backend)
             return {**pool, names.entries: entries.write(done, requests, numbers, exists)}
@@ -279,37 +286,52 @@ class _Layer:
 
         `new` `[T, W]` are the tokens' rows of the window, behind those of the earlier one of two micro-batches.
         """
-        rows, cfg = self.rows, self.cfg
+        rows, cfg, shards = self.rows, self.cfg, ContextShards.of(self.cfg)
+        divided = shards.size > 1 and entries is not None
 
         def group(q: jax.Array, *arrays: jax.Array) -> jax.Array:
             seen_by = self.step.queries if len(q) == len(rows.requests) else _Queries.of(cfg, rows, *arrays[-3:])
             listed = None
             if entries is not None and keys is not None:
-                numbers = self._topk(keys, arrays[0], arrays[1], seen_by)
-                listed = entries.list_rows(seen_by.requests, numbers, seen_by.chosen)
+                listed = entries.list_rows(seen_by.requests, *self._topk(keys, arrays[0], arrays[1], seen_by))
             elif entries is not None:
                 assert seen_by.heavy is not None  # of layers that do not choose
                 listed = entries.of_layer(seen_by.heavy)
-            how: dict[str, Any] = {"scale": cfg.softmax_scale, "plain": cfg.kv_lora_rank, "layer": self.place.layer}
-            how["backend"] = self.backend
-            return attend_compressed(q, sink, new, window.of_layer(seen_by.window), listed, **how)
+            how: dict[str, Any] = {"scale": cfg.softmax_scale, "plain": cfg.kv_lora_rank, "backend": self.backend}
+            if listed is None or not divided:
+                how["layer"] = self.place.layer
+                return attend_compressed(q, sink, new, window.of_layer(seen_by.window), listed, **how)
+            part = attend_part(shards.join_heads(q), new, window.of_layer(seen_by.share), listed, **how)
+            out, lse = shards.merge(*part)
+            seen = jax.nn.sigmoid(lse - lax.dynamic_index_in_dim(sink, self.place.layer, keepdims=False))
+            return (out * seen[..., None]).astype(q.dtype)
 
         index = () if tokens.index is None else (tokens.index.q, tokens.index.weights)
         size = self._queries_at_once(tokens.q, window, entries, keys)
-        return by_groups(group, size, (tokens.q, *index, rows.requests, rows.positions, self.step.seen), self.backend)
+        arrays = (tokens.q, *index, rows.requests, rows.positions, self.step.seen)
+        return by_groups(group, size, arrays, self.backend, exchanges=divided)
 
-    def _topk(self, keys: CacheRows, q: jax.Array, weights: jax.Array, seen_by: _Queries) -> jax.Array:
-        """Returns the numbers `[G, K]` of the entries to attend to, of those that are complete."""
-        best = compressed_of(self.cfg).indexer.topk
+    def _topk(
+        self, keys: CacheRows, q: jax.Array, weights: jax.Array, seen_by: _Queries
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the numbers `[G, K]` of the entries to attend to, and how many there are `[G]`.
+
+        They are the best of those that are complete; of divided pages those that this device holds.
+        """
+        compressed, complete = compressed_of(self.cfg), seen_by.complete
+        shards, best = ContextShards.of(self.cfg, compressed.sparse_ratio), compressed.indexer.topk
         how: dict[str, Any] = {"first_page": keys.first, "topk": best, "backend": self.backend}
-        return dsa.topk_indices(q, weights, keys.array, seen_by.table, seen_by.complete, **how)
+        numbers = shards.topk_indices(q, weights, keys.array, seen_by.table, complete, **how)
+        if shards.size == 1:
+            return numbers, jnp.minimum(complete, best)
+        return shards.own_tokens(numbers, numbers < complete[:, None])
 
-    def _queries_at_once(
-        self, q: jax.Array, window: CacheRows, entries: CacheRows | None, keys: CacheRows | None
-    ) -> int:
+    def _queries_at_once(self, q: Any, window: CacheRows, entries: CacheRows | None, keys: CacheRows | None) -> int:
         """Returns how many queries are worked on at once: what is made for them stays within 256 MiB."""
-        compressed, scores = compressed_of(self.cfg), 0
+        compressed, scores, (T, heads, d) = compressed_of(self.cfg), 0, q.shape
         listed = compressed.window
+        if entries is not None:  # those of all devices that divide pages
+            q = jax.ShapeDtypeStruct((T, heads * self.cfg.context_shards, d), q.dtype)
         if keys is not None:
             listed, scores = listed + compressed.indexer.topk, 4 * keys.capacity
         elif entries is not None:

@@ -32,7 +32,7 @@ def uncached_attend(cfg: ModelConfig, batch: int) -> Attend:
             entries = _entries(cfg, tokens.entries, compressor, place, batch, latent.dtype)
             seen = _seen(cfg, tokens.index, params, place, batch, len(positions))
             keys, visible = jnp.concatenate([keys, entries], 1), jnp.concatenate([visible, seen], 2)
-        out = sink_attention(q, keys, visible, layer_slice(params.sink, place.layer), cfg.softmax_scale)
+        out, _ = sink_attention(q, keys, visible, layer_slice(params.sink, place.layer), cfg.softmax_scale)
         return out.reshape(tokens.q.shape), state
 
     return attend

@@ -20,7 +20,7 @@ from jax import lax
 from dsv3.config.model import INDEX_KEYS, LATENTS, ModelConfig
 from dsv3.kv_cache.layout import Pool
 from dsv3.model.batch import DecodeBatch, PrefillBatch
-from dsv3.model.context_parallel import NOWHERE, ContextShards
+from dsv3.model.context_parallel import ContextShards
 from dsv3.model.layers.attention import (
     Attend,
     CachePositions,
@@ -197,11 +197,7 @@ def _topk_selector(
     def group(q: jax.Array, weights: jax.Array, requests: jax.Array, visible: jax.Array) -> jax.Array:
         page_table = rows.page_table[requests]
         where: dict[str, Any] = {"first_page": first_page, "topk": topk, "backend": backend}
-        if shards.size == 1:
-            return dsa.topk_indices(q, weights, pages[INDEX_KEYS], page_table, visible, **where)
-        seen = shards.own_lengths(visible)
-        places, scores = dsa.topk_scores(q, weights, pages[INDEX_KEYS], page_table, seen, **where)
-        return shards.best_tokens(jnp.where(places < seen[:, None], places, NOWHERE), scores, topk)
+        return shards.topk_indices(q, weights, pages[INDEX_KEYS], page_table, visible, **where)
 
     def select(visible: jax.Array) -> jax.Array:
         arrays = index.q, index.weights, rows.requests, visible

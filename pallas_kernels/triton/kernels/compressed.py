@@ -22,8 +22,9 @@ def attend(
 ):  # fmt: skip
     """Attends q [queries, HEADS, D] to a share of their rows: out [queries, SHARES, HEADS, D], lse likewise.
 
-    Slots of a list are WINDOW numbers of the window, rounded up to whole blocks, then ENTRIES of the entries. A share
-    without slots writes nothing. The first share has the sink. With one share, out is the result.
+    Without rows lse is -1e30. Slots of a list are WINDOW numbers of the window, rounded up to whole blocks, then
+    ENTRIES of the entries. A share without slots writes nothing. The first share has the sink. With one share, out is
+    the result.
     """
     query, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads, columns = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, D)
@@ -64,8 +65,7 @@ def attend(
     place = (query * SHARES + share) * HEADS + heads
     out = (out / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + place[:, None] * D + columns[None, :], out, mask=in_heads[:, None])
-    if SHARES > 1:
-        tl.store(lse_ptr + place, tl.where(seen, top + tl.log2(total), -1e30), mask=in_heads)
+    tl.store(lse_ptr + place, tl.where(seen, top + tl.log2(total), -1e30), mask=in_heads)
 
 
 @triton.jit
@@ -95,10 +95,10 @@ def _fp8_rows(rows, real, dtype: tl.constexpr, D: tl.constexpr, PLAIN: tl.conste
 
 @triton.jit
 def join(
-    parts_ptr, lse_ptr, window_counts_ptr, entry_counts_ptr, out_ptr,
+    parts_ptr, lse_ptr, window_counts_ptr, entry_counts_ptr, out_ptr, joined_lse_ptr,
     HEADS: tl.constexpr, D: tl.constexpr, FIRST_ENTRY: tl.constexpr, SHARE: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """Combines the shares of a query's head, parts [queries, SHARES, HEADS, D]: out [queries, HEADS, D]."""
+    """Combines the shares of a query's head, parts [queries, SHARES, HEADS, D]: out [queries, HEADS, D], and lse."""
     query, head, columns = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, D)
     window_count, entry_count = tl.load(window_counts_ptr + query), tl.load(entry_counts_ptr + query)
     shares = (slot_count(window_count, entry_count, FIRST_ENTRY) + SHARE - 1) // SHARE
@@ -113,3 +113,4 @@ def join(
         shrink, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
         out, total, top = out * shrink + part * weight, total * shrink + weight, new_top
     tl.store(out_ptr + (query * HEADS + head) * D + columns, (out / total).to(out_ptr.dtype.element_ty))
+    tl.store(joined_lse_ptr + query * HEADS + head, top + tl.log2(total))

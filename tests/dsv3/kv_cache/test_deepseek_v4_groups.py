@@ -1,5 +1,6 @@
 """What DeepSeek-V4 keeps of tokens: entries and index keys of the whole context, and rows of the last tokens."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -50,6 +51,17 @@ def test_a_page_covers_256_tokens() -> None:
         HEAVY_PARTS: ((40, 136, 1024), "float32"),
     }
     assert [layout.pages_per_layer(cfg, pool, lifetime) for lifetime in ("context", "window", "request")] == [10, 3, 2]
+
+
+def test_devices_that_divide_pages_each_have_whole_pages_of_the_window() -> None:
+    alone = from_hf(FLASH)
+    cfg = dataclasses.replace(alone, context_shards=8)
+    pages = {group.name: layout.entries_per_page(cfg, group) for group in layout.groups_of(cfg, "fp8", "context")}
+    assert cfg.page_size == 2048 and pages == {SPARSE_ENTRIES: 512, INDEX_KEYS: 512, HEAVY_ENTRIES: 16}
+    for lifetime, times in (("context", 8), ("window", 1), ("request", 1)):
+        assert layout.page_bytes(cfg, "fp8", lifetime) == times * layout.page_bytes(alone, "fp8", lifetime)
+    assert layout.page_cost(cfg, "fp8") == layout.page_cost(alone, "fp8"), "on a device"
+    assert layout.window_pages(cfg, "fp8", 1000, 4) == layout.window_pages(alone, "fp8", 1000, 4)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def test_every_token_is_written_by_one_device_and_read_in_order(size: int) -> No
     np.testing.assert_array_equal(found[0], rows)
     np.testing.assert_array_equal(found[1], positions + 1)
     assert (np.diff(np.asarray(found[2]), axis=1) <= 1).all() and (found[2][:, -1] == count // size).all()
+    assert (np.ptp(found[2], axis=0) <= PAGE_SIZE).all(), "a query's keys are spread evenly: no device waits long"
 
 
 def test_the_best_tokens_are_those_of_all_devices() -> None:

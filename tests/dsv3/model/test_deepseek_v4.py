@@ -121,12 +121,12 @@ def test_a_token_alone_sees_what_it_sees_in_a_batch() -> None:
     q, keys = (rng.normal(size=shape).astype(np.float32) for shape in ((1, 40, 6, 32), (1, 50, 32)))
     visible, sink = rng.random((1, 40, 50)) < 0.3, rng.normal(size=6).astype(np.float32)
     visible[0, 7] = False  # such a row sees the sink alone
-    whole = np.asarray(attend(q, keys, visible, sink, cfg.softmax_scale))
+    whole = np.asarray(attend(q, keys, visible, sink, cfg.softmax_scale)[0])
     assert not whole[0, 7].any()
     for t in (0, 39):
         (own,) = np.nonzero(visible[0, t])
         seen = np.ones((1, 1, len(own)), bool)
-        alone = np.asarray(attend(q[:, t : t + 1], keys[:, own], seen, sink, cfg.softmax_scale))
+        alone = np.asarray(attend(q[:, t : t + 1], keys[:, own], seen, sink, cfg.softmax_scale)[0])
         assert np.allclose(alone[0, 0], whole[0, t], atol=1e-6)
 
 

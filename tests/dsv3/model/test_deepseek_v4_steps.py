@@ -147,7 +147,7 @@ def test_fp8_rows_are_the_same_however_a_request_is_cut(monkeypatch: pytest.Monk
         found.append(np.concatenate([engine.prefill([chunk])[0] for chunk in chunks]))
     np.testing.assert_array_equal(*found)
 
-    def rounded(q: jax.Array, keys: jax.Array, *others: Any) -> jax.Array:
+    def rounded(q: jax.Array, keys: jax.Array, *others: Any) -> tuple[jax.Array, jax.Array]:
         rows = encode_rows(keys, cfg.kv_lora_rank, jnp.uint8)
         return sink_attention(q, decode_rows(rows, cfg.kv_lora_rank, cfg.latent_dim, keys.dtype), *others)
 

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import compressed, gpus
 from pallas_kernels.backend import Backend
-from pallas_kernels.compressed import RowList, attend_compressed, triton_ops
+from pallas_kernels.compressed import RowList, attend_compressed, attend_part, triton_ops
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 REFERENCE, TRITON = Backend.REFERENCE, Backend.TRITON
@@ -109,6 +109,19 @@ def test_every_list_has_the_result_of_float64(backend, dtype, fp8, share, monkey
     found = case.attend(backend)
     np.testing.assert_allclose(found, case.expected(), atol=1e-5 if backend is REFERENCE else 0.02)
     assert not found[0].any(), "a query without rows sees the sink alone"
+
+
+@pytest.mark.parametrize("backend", [REFERENCE, TRITON])
+@pytest.mark.parametrize("share", [32, 1280])
+def test_a_part_has_no_sink_and_its_log_sum_exp(backend, share, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_ops, "SHARE", share)
+    case = lists()
+    out, lse = attend_part(
+        case.q, case.own, case.window, case.entries, scale=0.1, plain=case.q.shape[-1] - ROTATED, backend=backend
+    )
+    assert not out[0].any() and np.isposinf(lse[0]).all(), "a query without rows"
+    with_sink = np.asarray(out, np.float32) * np.asarray(jax.nn.sigmoid(lse - case.sink[1]))[..., None]
+    np.testing.assert_allclose(with_sink, case.expected(), atol=0.02)
 
 
 @pytest.mark.parametrize("number", [86, 89], ids=["FP8 widened", "FP8 as it is"])

@@ -88,3 +88,13 @@ def test_every_stage_of_a_layer_takes_time() -> None:
     stages = decode_stages(MODEL, RATES, PlannedBatch(64, 8192, 64, cache_dtype="fp8"))
     assert {name for name, seconds in stages.items() if not seconds} == {"mlp"}
     assert {"mixing", "project", "attention"} <= {name for name, seconds in stages.items() if seconds > 20e-6}
+
+
+def test_devices_that_divide_pages_read_their_share() -> None:
+    """All their keys and rows, and the choice among the best of all devices; products are split either way."""
+    batch = PlannedBatch(4, 2**20, 64, split=8, cache_dtype="fp8")
+    whole, share = (sparse_parts(MODEL, RATES, dataclasses.replace(batch, context_split=n)) for n in (1, 8))
+    assert whole is not None and share is not None
+    assert whole.scores == pytest.approx(8 * share.scores) and whole.copies == pytest.approx(8 * share.copies)
+    assert whole.choice / 8 < share.choice < whole.choice / 4
+    assert share.attention < whole.attention and share.pooling == whole.pooling

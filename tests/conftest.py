@@ -28,7 +28,6 @@ import jax
 import pytest
 
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
-_PRELOAD = "LD_PRELOAD"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,21 +37,19 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     sys.dont_write_bytecode = False
     gc.disable()
-    if hasattr(config, "workerinput"):  # a worker of xdist has inherited it
-        if os.environ.get(_PRELOAD) == _jemalloc():
-            del os.environ[_PRELOAD]  # processes that tests start allocate as they do elsewhere
-        return
+    if hasattr(config, "workerinput"):
+        return  # a worker of xdist has inherited it
     if getattr(config.option, "numprocesses", None) and (library := _jemalloc()):
-        os.environ.setdefault(_PRELOAD, library)
+        os.environ.setdefault("LD_PRELOAD", library)  # for workers, and the processes that their tests start
     directory = os.environ[_CACHE] = tempfile.mkdtemp(prefix="dsv3-tests-")
     jax.config.update("jax_compilation_cache_dir", directory)
     config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
 
 
 def _jemalloc() -> str | None:
-    """Returns the allocator in Ray's wheel, if it is installed: glibc's takes a fifth of a worker's time, this a tenth.
+    """Returns the allocator in Ray's wheel, if it is installed.
 
-    XLA's compiler allocates and frees small objects most of the time.
+    XLA's compiler allocates small objects most of the time: glibc's takes a fifth of a worker's time, this a tenth.
     """
     ray = importlib.util.find_spec("ray")
     library = Path(ray.origin).with_name("core") / "libjemalloc.so" if ray and ray.origin else None

@@ -4,6 +4,7 @@ Run as a script with the name of a module it is that process. Imports of a serve
 """
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -90,6 +91,7 @@ def main() -> int:
     """Forks, for each request, a process that reports pid and exit status of the one that it forks for it."""
     module, link = importlib.import_module(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for those that report
+    gc.freeze()  # collections in a fork would copy what it shares
     while True:
         size, files, *_ = socket.recv_fds(link, 4, 3)
         if not size:

@@ -46,7 +46,7 @@ SMALL = dataclasses.replace(
     ),
 )  # fmt: skip
 SMALL_LLM = functools.partial(LLM, max_num_seqs=1, max_model_len=64, max_num_batched_tokens=64)
-ONE_ROW = {"max_num_seqs": 1, "max_model_len": 128, "max_num_batched_tokens": 64}
+ONE_ROW = {"max_num_seqs": 1, "max_model_len": 256, "max_num_batched_tokens": 64}
 
 
 def zeros(cfg: ModelConfig, key: jax.Array, dtype: Any) -> Params:

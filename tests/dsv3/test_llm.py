@@ -23,7 +23,8 @@ from tests.dsv3.engine.fewer import one_bucket
 from tests.dsv3.model.golden import DIRECTORY, model
 from tests.dsv3.text import tiny
 
-pytestmark = pytest.mark.optimised  # greedy text must be that of a server
+# Greedy text must be that of a server.
+pytestmark = [pytest.mark.optimised, pytest.mark.usefixtures("others_collected")]
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,8 @@ from tests.dsv3.engine.driving import Gathered, begin_update, drain, request, ta
 from tests.dsv3.engine.fewer import greedy_samplers, one_bucket
 from tests.dsv3.model.golden import DIRECTORY, model
 
-pytestmark = pytest.mark.optimised  # greedy tokens must be those of another engine
+# Greedy tokens must be those of another engine.
+pytestmark = [pytest.mark.optimised, pytest.mark.usefixtures("others_collected")]
 PROMPT = [(7 * i) % 250 + 4 for i in range(100)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 FIRST = DIRECTORY / "greedy"

@@ -29,7 +29,7 @@ from tests.launch.test_serve import COMMAND, NO_GPU, ROOT, UNREACHED_DRIVER, met
 SMALL = ["--model", str(DIRECTORY / "greedy"), "--max_num_seqs", "1", "--max_model_len", "128"]
 SMALL += ["--max_num_batched_tokens", "64", "--enable_expert_parallel"]
 SETTINGS = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}  # two devices per process
-MOVING = ["--num_redundant_experts=4", "--enable_eplb", "--eplb_interval=8", "--eplb_threshold=1"]
+MOVING = ["--num_redundant_experts=8", "--enable_eplb", "--eplb_interval=8", "--eplb_threshold=1"]
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
 
 
@@ -98,11 +98,11 @@ def check_weights_change_everywhere(url, body, expected, directory):
     assert answer() == (expected, "2")
 
 
-def check_experts_of_both_processes_are_returned(url, prompt):
-    """Each rank chooses the same ones for a prompt and its answer: two are the leader's, two the follower's."""
+def check_experts_of_all_processes_are_returned(url, prompt):
+    """Each rank chooses the same ones for a prompt and its answer, whichever process has them."""
     body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_routed_experts": True}
     found = set()
-    for rank in range(4):
+    for rank in range(8):
         answer = httpx.post(
             f"{url}/v1/completions", json=body, headers={"x-data-parallel-rank": str(rank)}, timeout=120
         )
@@ -112,66 +112,46 @@ def check_experts_of_both_processes_are_returned(url, prompt):
     assert ids.shape == (len(prompt) + 7, cfg.num_moe_layers, cfg.num_experts_per_tok) and len(np.unique(ids)) > 4
 
 
-def test_experts_over_two_processes_give_transformers_tokens(start, tmp_path):
-    """Two devices each, with experts that move between all four while serving; then their weights change, twice.
+def test_two_nodes_of_two_processes_give_transformers_tokens(start, tmp_path):
+    """Two devices each, with experts that move between all eight while serving; then their weights change, twice.
 
-    The processes compare what they sample. The follower finds its place in Slurm's environment; SIGTERM ends both with
-    status 0.
+    Tokens are sent first to the other node, then to its other devices, half of which another process has. The processes
+    compare what they sample. All find their places in Slurm's environment. Pages go to the hosts' memory, of which each
+    process has its own. SIGTERM ends all with status 0.
     """
     golden = json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
-    arguments = [*SMALL, *MOVING, "--nocluster_spare", "--enable_return_routed_experts"]
+    arguments = [*SMALL, *MOVING, "--expert_transport=hierarchical", "--kv_offloading_size=1e-3", "--nocluster_spare"]
+    arguments.append("--enable_return_routed_experts")
     coordinator = f"localhost:{local.free_port()}"
-    follower = start(coordinator, 1, *arguments, environment=SLURM | {"SLURM_PROCID": "1"})
-    leader = start(coordinator, 0, *arguments, *flags(0), "--enable_weight_updates")
-    log = ready_log(leader, follower)
+    step = SLURM | {"SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+    followers = [start(coordinator, i, *arguments, environment=step | {"SLURM_PROCID": str(i)}) for i in (1, 2, 3)]
+    leader = start(coordinator, 0, *arguments, "--enable_weight_updates", environment=step | {"SLURM_PROCID": "0"})
+    log = ready_log(leader, followers[0])
+    assert "8 devices on 2 nodes, 2 of them in this process" in log and "4 processes are ready after" in log
     url = re.search(r"ready at (http://\S+)", log)[1]
-    assert "2 processes are ready after" in log
-    prompts, count = golden["prompts"][:6], 16
+    prompts, count = golden["prompts"][:8], 16
     body = {"prompt": prompts, "max_tokens": count, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    expected = [tokens[:count] for tokens in golden["greedy"][:8]]
     moved = []
     while len(moved) < 50 and not any(moved[:-1]):  # once more after the first move
         answer = httpx.post(f"{url}/v1/completions", json={"model": "greedy"} | body, timeout=120).json()
-        assert [c["token_ids"] for c in answer["choices"]] == [tokens[:count] for tokens in golden["greedy"][:6]]
+        assert [c["token_ids"] for c in answer["choices"]] == expected
         moved.append(metric(url, "dsv3:experts_moved_total"))
     assert any(moved)
     sampled = {"prompt": prompts[0], "max_tokens": 4, "logprobs": 2, "seed": 3, "logit_bias": {"5": 1}}
     assert httpx.post(f"{url}/v1/completions", json={"model": "greedy"} | sampled, timeout=120).status_code == 200
-    check_experts_of_both_processes_are_returned(url, prompts[0])
-    expected = [tokens[:count] for tokens in golden["greedy"][:6]]
-    check_weights_change_everywhere(url, body, expected, tmp_path / "other")
-    assert metric(url, "dsv3:recompilations_total") == 0
-    leader.send_signal(signal.SIGTERM)
-    assert leader.wait(60) == follower.wait(60) == 0
-    assert "the leader has ended the instance in order" in follower.stdout.read()
-
-
-def test_two_nodes_of_two_processes_give_transformers_tokens(start):
-    """One device each; tokens are sent first to the other node, then to its other process.
-
-    All find their places in Slurm's environment. Pages go to the hosts' memory, of which each process has its own.
-    """
-    golden = json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
-    arguments = [*SMALL, "--expert_transport=hierarchical", "--kv_offloading_size=1e-3", "--nocluster_spare"]
-    coordinator = f"localhost:{local.free_port()}"
-    step = SLURM | {"SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
-    step |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    followers = [start(coordinator, i, *arguments, environment=step | {"SLURM_PROCID": str(i)}) for i in (1, 2, 3)]
-    leader = start(coordinator, 0, *arguments, environment=step | {"SLURM_PROCID": "0"})
-    log = ready_log(leader, followers[0])
-    assert "4 devices on 2 nodes, 1 of them in this process" in log and "4 processes are ready after" in log
-    url = re.search(r"ready at (http://\S+)", log)[1]
-    prompts, count = golden["prompts"][:8], 16
-    body = {"model": "greedy", "prompt": prompts, "max_tokens": count, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=120).json()
-    assert [c["token_ids"] for c in answer["choices"]] == [tokens[:count] for tokens in golden["greedy"][:8]]
-    pages = [[i + 1, *range(3, 70)] for i in range(4)]  # one of a rank each
+    check_experts_of_all_processes_are_returned(url, prompts[0])
+    pages = [[i + 1, *range(3, 70)] for i in range(8)]  # one of a rank each
     httpx.post(f"{url}/v1/completions", json=body | {"prompt": pages, "max_tokens": 1}, timeout=120).raise_for_status()
     until = time.monotonic() + 300
     while not metric(url, "dsv3:kv_tier_stored_bytes_total"):
         assert time.monotonic() < until
+    check_weights_change_everywhere(url, body, expected, tmp_path / "other")
+    assert metric(url, "dsv3:recompilations_total") == 0
     leader.send_signal(signal.SIGTERM)
     logs = [process.communicate(timeout=60)[0] for process in followers]
     assert leader.wait(60) == 0 and all(process.returncode == 0 for process in followers)
+    assert all("the leader has ended the instance in order" in text for text in logs)
     memories = [re.search(r"host memory in (\S+):", text)[1] for text in (log, *logs)]
     assert len(set(memories)) == 4
 

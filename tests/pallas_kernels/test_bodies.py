@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import aot, bodies
+from pallas_kernels import aot, bodies, gpus
 from pallas_kernels.backend import Backend
 from pallas_kernels.fp8 import quantize_1x128
 
@@ -25,13 +25,17 @@ def test_a_body_is_omitted_only_in_the_block() -> None:
 
 
 @pytest.mark.aot
-def test_a_program_that_runs_has_its_kernels_whatever_was_traced_before() -> None:
+@pytest.mark.parametrize(
+    ("backend", "target"), [(Backend.MOSAIC, "mosaic_gpu"), (Backend.TRITON, "triton_kernel_call")]
+)
+def test_a_program_that_runs_has_its_kernels_whatever_was_traced_before(backend: Backend, target: str) -> None:
     """The call is the same, with another body: the setting is part of jax's cache keys."""
-    quantize = jax.jit(lambda x: quantize_1x128(x, backend=Backend.MOSAIC))
+    quantize = jax.jit(lambda x: quantize_1x128(x, backend=backend))
 
     def lowered() -> tuple[str, int]:
-        text = aot.lower_for(quantize, X).as_text()
-        [call] = (line for line in text.splitlines() if "mosaic_gpu" in line)
+        with gpus.compiling_for(gpus.by_number(90)):
+            text = aot.lower_for(quantize, X).as_text()
+        [call] = (line for line in text.splitlines() if target in line)
         return re.sub(r"mhlo.backend_config = \{.*\}", "", call).split("->")[-1], len(call)
 
     with bodies.left_out():

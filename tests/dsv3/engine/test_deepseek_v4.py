@@ -27,6 +27,8 @@ from tests.dsv3.model.deepseek_v4 import model, with_module, with_stages
 from tests.dsv3.model.golden import DIRECTORY
 
 MEMBER = "deepseek_v4"
+LAYERS = (1,)
+"""The layer before drafters, of the sparse ratio. `test_deepseek_v4_steps` has rejected drafts with all ratios."""
 LIMITS = {"max_model_len": 512, "num_pages": 16, "max_num_seqs": 4, "max_num_batched_tokens": 300}
 
 
@@ -57,19 +59,19 @@ def engine() -> Engine:
     return engine
 
 
+PROMPTS = [prompt[prompt >= 0].tolist() for prompt in golden.data(MEMBER)["prompts"]]
+SOME = PROMPTS[::4]
+COUNT = 16
+
+
+def generated(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """Generates `COUNT` tokens for all prompts at once."""
+    found = run(engine, *(request(f"{i}", p, max_tokens=COUNT, ignore_eos=True) for i, p in enumerate(prompts)))
+    return [found[f"{i}"].tokens for i in range(len(prompts))]
+
+
 def test_golden_texts(engine: Engine) -> None:
-    expect_golden_texts(engine, 32)
-
-
-def expect_golden_texts(engine: Engine, count: int) -> None:
-    """Generates the first `count` golden texts at once."""
-    stored, items, expected = golden.data(MEMBER), [], {}
-    for i, (prompt, more) in enumerate(zip(stored["prompts"][:count], stored["greedy"][:count], strict=True)):
-        prompt = prompt[prompt >= 0].tolist()
-        items.append(request(f"{i}", prompt, max_tokens=len(more), ignore_eos=True))
-        expected[f"{i}"] = more.tolist()
-    gathered = run(engine, *items)
-    assert {name: each.tokens for name, each in gathered.items()} == expected
+    assert generated(engine, PROMPTS) == golden.data(MEMBER)["greedy"].tolist()
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -114,23 +116,41 @@ def test_long_prompts_share_a_prefix(engine: Engine) -> None:
     assert check(engine, {"b": [*first, *tails[1]], "c": [*first, *tails[2]]}) == {"b": 256, "c": 256}
 
 
-def test_drafts_of_the_module_change_no_text() -> None:
+@pytest.fixture(scope="module")
+def drafting() -> Engine:
+    """Drafts with the module."""
     given = {"method": "mtp", "num_speculative_tokens": 2}
     with fewer.one_bucket(), fewer.greedy_samplers():
-        engine = Engine(parts(with_module(MEMBER), speculative_config=given, tokens_per_row=3))
+        engine = Engine(parts(with_module(MEMBER, *LAYERS), speculative_config=given, tokens_per_row=3))
         engine.warm_up()
-    expect_golden_texts(engine, 8)
-    drafts = engine.stats().jobs["draft"]
+    return engine
+
+
+@pytest.fixture(scope="module")
+def texts(drafting: Engine) -> list[list[int]]:
+    return generated(drafting, SOME)
+
+
+def test_drafts_of_the_module_change_no_text(drafting: Engine, texts: list[list[int]]) -> None:
+    """Each token is the likeliest of the forward pass."""
+    drafts = drafting.stats().jobs["draft"]
     assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
+    rows = np.zeros((len(texts), max(map(len, SOME)) + COUNT), np.int32)
+    for row, prompt, text in zip(rows, SOME, texts, strict=True):
+        row[: len(prompt) + COUNT] = prompt + text
+    logits = np.asarray(golden.run(*model(MEMBER, *LAYERS), rows).logits)
+    for found, prompt, text in zip(logits, SOME, texts, strict=True):
+        likely = found[len(prompt) - 1 :][:COUNT]
+        assert np.all(likely[np.arange(COUNT), text] > likely.max(-1) - 1e-4)
 
 
 class Blocks:
-    """An engine whose stages know what often follows a token in the golden texts, and the drafts that they chose."""
+    """An engine whose stages know what often follows a token in `texts`, and the drafts that they chose."""
 
-    def __init__(self) -> None:
-        params, cfg = with_stages(MEMBER, markov_rank=64)
+    def __init__(self, texts: list[list[int]]) -> None:
+        params, cfg = with_stages(MEMBER, markov_rank=64, layers=LAYERS)
         follows = np.zeros((64, 64), np.float32)
-        for text in golden.data(MEMBER)["greedy"][:8]:
+        for text in texts:
             np.add.at(follows, (text[1:], text[:-1]), 10)
         mtp = dataclasses.replace(params.mtp, markov_embed=jnp.eye(64), markov_head=jnp.asarray(follows))
         served = dataclasses.replace(params, mtp=mtp), cfg
@@ -159,12 +179,12 @@ class Blocks:
 
 
 @pytest.fixture(scope="module")
-def blocks() -> Blocks:
-    return Blocks()
+def blocks(texts: list[list[int]]) -> Blocks:
+    return Blocks(texts)
 
 
-def test_drafts_of_blocks_change_no_text(blocks: Blocks) -> None:
-    expect_golden_texts(blocks.engine, 8)
+def test_drafts_of_blocks_change_no_text(blocks: Blocks, texts: list[list[int]]) -> None:
+    assert generated(blocks.engine, SOME) == texts
     drafts = blocks.engine.stats().jobs["draft"]
     assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens < 5 * drafts.num_drafts  # some rows are cut
     assert blocks.engine.stats().recompilations == 0

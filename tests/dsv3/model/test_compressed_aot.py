@@ -19,7 +19,7 @@ from tests.dsv3.model.deepseek_v4 import model
 from tests.dsv3.model.deepseek_v4_steps import step
 from tools.plan import hlo
 
-pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("triton_bodies_left_out")]
+pytestmark = pytest.mark.aot
 N, TABLE, PAGES, WINDOW_PAGES = 64, 32, 4096, 256
 ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
 WINDOW = {"window_table": ints((N, TABLE)), "slots": ints((N,))}

@@ -180,7 +180,6 @@ def test_a_model_without_stages_is_refused() -> None:
 
 
 @pytest.mark.aot
-@pytest.mark.usefixtures("triton_bodies_left_out")
 def test_blocks_of_flash_compile_for_an_h200_and_write_the_pool_in_place() -> None:
     cfg = from_hf(FLASH_0731)
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)

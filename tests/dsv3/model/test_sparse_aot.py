@@ -19,7 +19,7 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.dsa import attend
 from tools.plan import hlo
 
-pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("triton_bodies_left_out")]
+pytestmark = pytest.mark.aot
 # The smallest shapes that the kernels take. The second layer shares the indexer of the first.
 CFG = dataclasses.replace(
     DEEPSEEK_V32,

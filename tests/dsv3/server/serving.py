@@ -2,10 +2,7 @@
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,6 +11,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tests.forked import Forked
+
 ROOT = Path(__file__).parents[3]
 FAKE = "tests.dsv3.server.fake_engine:make"
 
@@ -21,7 +20,7 @@ FAKE = "tests.dsv3.server.fake_engine:make"
 class Server:
     """A running server: its address, its process and a client."""
 
-    def __init__(self, process: subprocess.Popen[str], log: Path):
+    def __init__(self, process: Forked, log: Path):
         self.process = process
         self.log = log
         first = process.stdout.readline()
@@ -80,17 +79,7 @@ def running(model_dir: Path, *, ready: bool = True, open_files: int = 0, **setti
     """
     settings = {"model_dir": str(model_dir), "model_names": ["tiny"], "engine_factory": FAKE} | settings
     with tempfile.NamedTemporaryFile("w", suffix=".log") as log:
-        command = [sys.executable, "-m", "tests.dsv3.server.served", json.dumps(settings)]
-        if open_files:  # this process may have more files open than that
-            command = ["/bin/sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh", *command]
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        )
+        process = Forked("tests.dsv3.server.served", json.dumps(settings), log, open_files)
         family: list[psutil.Process] = []
         try:
             server = Server(process, Path(log.name))

@@ -1,5 +1,7 @@
 """The engine process's connections to API servers, tested from the other ends."""
 
+import asyncio
+import contextlib
 import socket
 import tempfile
 import threading
@@ -94,10 +96,29 @@ class Ends:
                 return api_server, message
             self.api_servers.wait(30)
 
+    def close(self):
+        """Ends the event loop, which the engine's process keeps until its own end."""
+        loop = self.api_servers.loop
+        asyncio.run_coroutine_threadsafe(self._cancel(), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        while loop.is_running():
+            time.sleep(0.001)
+        loop.close()
+        for each in (*self.streams, *self.connections, self._listener):
+            each.close()
+        self._directory.cleanup()
+
+    async def _cancel(self):
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
 
 @pytest.fixture
 def ends():
-    return Ends(2)
+    with contextlib.closing(Ends(2)) as ends:
+        yield ends
 
 
 def test_outputs_go_to_the_senders_of_their_requests(ends):
@@ -175,19 +196,19 @@ def test_an_add_in_several_frames_is_received_as_one(ends):
 
 def test_one_api_server_at_a_time_holds_the_lock():
     """The lock is held until its holder releases it or disconnects; a release by others has no effect."""
-    ends = Ends(3)
-    ends.send(1, messages.AcquireLock())
-    assert ends.receive(1) == messages.LockGranted()
-    ends.send(2, messages.ReleaseLock())
-    ends.send(2, messages.AcquireLock())
-    ends.send(2, messages.Abort([7]))  # messages of an API server keep their order
-    api_server, _ = ends.next_message()
-    assert api_server.sender == 2
-    ends.connections[1].shutdown(socket.SHUT_RDWR)
-    api_server, message = ends.next_message()
-    assert (api_server.sender, message) == (1, None)
-    ends.api_servers.remove(api_server)
-    assert ends.receive(2) == messages.LockGranted()
+    with contextlib.closing(Ends(3)) as ends:
+        ends.send(1, messages.AcquireLock())
+        assert ends.receive(1) == messages.LockGranted()
+        ends.send(2, messages.ReleaseLock())
+        ends.send(2, messages.AcquireLock())
+        ends.send(2, messages.Abort([7]))  # messages of an API server keep their order
+        api_server, _ = ends.next_message()
+        assert api_server.sender == 2
+        ends.connections[1].shutdown(socket.SHUT_RDWR)
+        api_server, message = ends.next_message()
+        assert (api_server.sender, message) == (1, None)
+        ends.api_servers.remove(api_server)
+        assert ends.receive(2) == messages.LockGranted()
 
 
 def test_an_error_in_a_message_handler_disconnects_the_api_server(ends, monkeypatch):

@@ -1,6 +1,5 @@
 """The host pool: LRU blocks, damage, shared memory between processes, and staging buffers."""
 
-import gc
 import threading
 from pathlib import Path
 
@@ -166,13 +165,11 @@ def test_a_staging_buffer_is_reused_once_no_array_refers_to_it():
     at, view = address(first), first[2].view(np.int32).reshape(2, -1)
     view[:] = 7
     del first
-    gc.collect()
     second = staging.rows(8, 1000)
     assert address(second) != at, "a view of it is still there"
     second[:] = 1
     assert (view == 7).all()
     del view
-    gc.collect()
     assert address(staging.rows(8, 1000)) == at
 
 
@@ -183,5 +180,4 @@ def test_staging_rows_are_page_aligned_and_few_buffers_are_kept():
     assert len({address(array) for array in many}) == 10
     assert staging.rows(1, 0).shape == (1, 0)
     del many
-    gc.collect()
     assert len(staging._free[15000]) == 4

@@ -5,7 +5,6 @@ import contextlib
 import datetime
 import functools
 import re
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -220,10 +219,12 @@ async def _generate(kind: type[RequestHandler], service: Service, http: Request)
 
 
 def _begin_timeline(service: Service, http: Request) -> RequestTimeline:
-    """Returns the record of a request that has just come; it ends the request's trace, if there is one."""
-    extensions, began = http.scope["extensions"], time.monotonic()
-    trace = None if service.tracer is None else service.tracer.start("llm_request", http.headers, began)
+    """Returns the record of a request that has just come; it sends the request's trace, if that is sampled."""
+    extensions = http.scope["extensions"]
+    trace = None if service.tracer is None else service.tracer.start("llm_request", http.headers)
     is_shown = http.headers.get(TIMING_HEADER) == "1"
+    if trace is not None and not trace.is_sampled:
+        trace = None
     timeline = RequestTimeline(extensions[REQUEST_ID], is_shown=is_shown, trace=trace)
     if trace is not None:
         extensions[ENDED] = functools.partial(end_trace, service, trace, timeline, None)

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from time import monotonic, time
 
 from dsv3.scheduler.timing import RequestTiming
+from dsv3.server.otlp import Attributes, Span
 from dsv3.server.serving.handler import RequestHandler
 from dsv3.server.serving.service import Service
 from dsv3.server.serving.timeline import RequestTimeline
-from dsv3.server.tracing import Attributes, RequestTrace, Span
+from dsv3.server.tracing import RequestTrace
 
 MAX_TRACED_CHOICES = 8
 """Choices of a request whose phases are spans."""
 _SAMPLING = ("temperature", "top_p", "max_tokens", "top_k", "seed", "frequency_penalty", "presence_penalty")
+_COUNTS = ("preemptions", "retractions", "drafts_proposed", "drafts_accepted")
 
 
 def request_span(handler: RequestHandler | None, timeline: RequestTimeline, status: int) -> Span:
@@ -33,9 +35,7 @@ def request_span(handler: RequestHandler | None, timeline: RequestTimeline, stat
 def end_trace(
     service: Service, trace: RequestTrace, timeline: RequestTimeline, handler: RequestHandler | None, status: int
 ) -> None:
-    """Sends the trace of a request that is sampled, and remembers the request if it was slow."""
-    if not trace.is_recording:
-        return
+    """Sends the trace of a request, and remembers the request if it was slow."""
     whole = request_span(handler, timeline, status)
     trace.end(whole, f"status {status}" if status >= 500 else None)
     if handler is not None:
@@ -72,9 +72,10 @@ def _attributes(handler: RequestHandler, timeline: RequestTimeline, end: float) 
         found["gen_ai.latency.time_in_queue"] = record.queue_seconds or 0.0
         found["gen_ai.latency.time_in_model_prefill"] = seconds.get("prefill", 0.0)
         found["gen_ai.latency.time_in_model_decode"] = seconds.get("decode", 0.0)
-        for name in ("preemptions", "retractions", "drafts_proposed", "drafts_accepted"):
-            if count := sum(getattr(each, name) for each in timeline.records.values()):
-                found[f"dsv3.{name}"] = count
+        counts = [(f"dsv3.{name}", getattr(each, name)) for each in timeline.records.values() for name in _COUNTS]
+        for name, count in counts:
+            if count:
+                found[name] = found.get(name, 0) + count
     return found
 
 

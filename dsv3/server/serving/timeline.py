@@ -12,8 +12,9 @@ from time import monotonic
 import msgspec
 
 from dsv3.scheduler.timing import RequestTiming
+from dsv3.server.otlp import Span
 from dsv3.server.protocol.openai import Timing
-from dsv3.server.tracing import RequestTrace, Span
+from dsv3.server.tracing import RequestTrace
 
 
 class RequestTimeline:
@@ -25,7 +26,7 @@ class RequestTimeline:
 
     def __init__(self, request_id: str = "", *, is_shown: bool = False, trace: RequestTrace | None = None) -> None:
         self.request_id, self.is_shown, self.trace = request_id, is_shown, trace
-        self.is_wanted = is_shown or (trace is not None and trace.is_recording)
+        self.is_wanted = is_shown or trace is not None
         self.began = monotonic()
         self.phases: list[Span] = []
         self.records: dict[int, RequestTiming] = {}

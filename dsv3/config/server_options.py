@@ -145,6 +145,12 @@ class ServerOptions(ServiceOptions):
         "HTTP); needs the extra otel (docs/tracing.md).",
         group="monitoring",
     )
+    trace_url: str | None = option(
+        None,
+        "Link the slow requests of /dashboard to this page of a trace viewer, in which {trace_id} is replaced, such as "
+        "http://HOST:16686/trace/{trace_id} for Jaeger; needs --otlp_traces_endpoint.",
+        group="monitoring",
+    )
     profile_dir: str | None = option(
         None,
         "Enable POST /start_profile and /stop_profile, which write traces of steps to this directory, for "
@@ -182,6 +188,11 @@ class ServerOptions(ServiceOptions):
             if getattr(self, name) is not None and self.ssl_certfile is None:
                 raise ValueError(f"{name}: {getattr(self, name)!r} needs ssl_certfile")
         check_traces_endpoint(self.otlp_traces_endpoint)
+        if (url := self.trace_url) is not None:
+            if self.otlp_traces_endpoint is None:
+                raise ValueError(f"trace_url: {url!r} needs otlp_traces_endpoint")
+            if not re.fullmatch(r"https?://[^/?#\s]+[/?#][!-~]+", url) or "{trace_id}" not in url:
+                raise ValueError(f"trace_url: {url!r} is not a URL with {{trace_id}}, http://HOST/trace/{{trace_id}}")
         if self.served_version is not None and not re.fullmatch(r"[\w.+-]{1,64}", self.served_version):
             raise ValueError(f"served_version: {self.served_version!r} is not 1 to 64 letters, digits or any of ._+-")
         self._check_register()

@@ -97,7 +97,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("eplb", "--live", {"INTERVAL": 16, "WINDOW_STEPS": 16, "ROWS": 1}),
     ("expert_parallel", "", {}),
     ("first_start", "--wake", {"LLM": SMALL_LLM, "ROUNDS": 1, "_RESTART": "pass"}),
-    ("front", "--streams=8 --rate=5 --seconds=1", {}),
+    ("front", "--streams=8 --rate=9 --seconds=0.3 --traces=1", {}),
     ("hostile", "--seconds 0.3 --only none", {}),
     ("kv_tiers", "--rounds 1 --values 4 --directory {tmp}", {"VALUE_BYTES": 2**16}),
     ("launches", "--save {tmp}/step.hlo", {"compiled_step": lambda: COMPILED_TEXT}),

@@ -112,3 +112,8 @@ def test_traces_without_their_extra_name_it(monkeypatch):
         Tracer("http://127.0.0.1:4318", "dsv3", {})
     with pytest.raises(ValueError, match="otlp_traces_endpoint: 'collector:4317' is not http://HOST:PORT"):
         ServerOptions(otlp_traces_endpoint="collector:4317")
+    for url in ("javascript:{trace_id}", "http://viewer/trace", "http://{trace_id}", "http://viewer/ {trace_id}"):
+        with pytest.raises(ValueError, match="trace_url: "):
+            ServerOptions(otlp_traces_endpoint="http://collector:4318", trace_url=url)
+    with pytest.raises(ValueError, match=r"trace_url: .* needs otlp_traces_endpoint"):
+        ServerOptions(trace_url="http://viewer/{trace_id}")

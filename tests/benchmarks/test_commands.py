@@ -5,10 +5,14 @@ goal was missed.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import importlib
+import json
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +28,13 @@ from configs.tiny import TRAINING
 from dsv3 import LLM
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
+from dsv3.config.server_options import ServerOptions
 from dsv3.engine import tuning
 from dsv3.engine.engine import Engine
 from dsv3.model.params import Params, abstract
 from tests.dsv3.model.test_deepseek_v4_needle import LOST
+from tests.dsv3.server import serving as fake
+from tests.dsv3.text import dialects
 from training import corpus
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +75,23 @@ def write_tuning(model: Path, options: object, path: Path, budget_seconds: float
     found = tuning.Tuning(tuning.made_for(model), {"prefill_batch_sizes": "32"}, {}, rows)
     tuning.write_tuning(path, found)
     return found
+
+
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[instances.Instance]:
+    """Starts a server as `benchmarks.instances.serving` does, whose engine computes nothing."""
+    given: dict[str, Any] = dict(flag.removeprefix("--").split("=") for flag in flags)
+    given = {name: json.loads(value) if value[0].isdecimal() else value for name, value in given.items()}
+    if "register" in given:
+        given["register"] = [given["register"]]
+    settings: dict[str, Any] = {"options": {}, "engine": {}, "factory_options": {"step_s": 0.01}}
+    for name, value in given.items():
+        settings["options" if name in ServerOptions.__dataclass_fields__ else "engine"][name] = value
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        fake.running(dialects.write(Path(folder)), **settings) as server,
+    ):
+        yield instances.Instance(server.process, server.url)
 
 
 CHOSEN = (
@@ -113,11 +137,16 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
         {"SIZES": (1,), "LIMITS": ONE_ROW, "SMALL_V4": ONE_LAYER, "initialize": zeros},
     ),
     ("structured", "--rounds 1 --tokens 4 --only speed", {"REQUESTS": 2, "PROMPT": 8, "EngineOptions": ONE_BATCH}),
-    ("survival", "--kills 1", {"CLIENTS": 2, "TOKENS": 64}),
+    ("survival", "--kills 1 --engines 2", {"CLIENTS": 2, "TOKENS": 64, "serving": serving}),
     (
         "tuning",
         "--rounds 1",
         {"tune": write_tuning, "LIMITS": ONE_ROW, "SIZES": (1,), "PROMPTS": (20,), "ANSWER": 4},
+    ),
+    (
+        "upgrade",
+        "--instances 1 --grace 0.1",
+        {"serving": serving, "survival.CLIENTS": 2, "survival.TOKENS": 64},
     ),
     ("training", "", {"REPEATS": 1, "TRAINING": SMALL}),
     ("training", "--fp8 1 --rows 2", {"RUNS": {"bfloat16": RUNS["bfloat16"]}, "PAIRS": (), "TRAINING": SMALL}),
@@ -134,7 +163,6 @@ ELSEWHERE = {
     "request_trace": "starts three servers; tests/router/test_router.py has its collector",
     "soak": "tests/dsv3/server/test_soak_benchmark.py",
     "to_gguf": "needs gguf",
-    "upgrade": "tests/router/test_canary.py goes the same way with engines that compute nothing",
     "toolchains": "tests/benchmarks/test_toolchains.py",
 }
 
@@ -149,7 +177,7 @@ def test_the_command_runs(
 ) -> None:
     module = importlib.import_module(f"benchmarks.{name}")
     for size, value in sizes.items():
-        monkeypatch.setattr(module, size, value)
+        monkeypatch.setattr(f"{module.__name__}.{size}", value)
     monkeypatch.setattr(sys, "argv", _run(name, arguments, tmp_path))
     if name != "first_start":  # that measures a start; elsewhere programs are compiled where one is launched
         monkeypatch.setattr(Engine, "warm_up", lambda engine: None)

@@ -3,7 +3,7 @@
 They contain no part of a prompt or an answer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from time import monotonic, time
 
 from dsv3.scheduler.timing import RequestTiming
@@ -11,10 +11,10 @@ from dsv3.server.otlp import Attributes, Span
 from dsv3.server.serving.handler import RequestHandler
 from dsv3.server.serving.service import Service
 from dsv3.server.serving.timeline import RequestTimeline
-from dsv3.server.tracing import RequestTrace
 
 MAX_TRACED_CHOICES = 8
 """Choices of a request whose phases are spans."""
+_SENDING_S = 0.05  # to an engine that is ready, at most
 _SAMPLING = ("temperature", "top_p", "max_tokens", "top_k", "seed", "frequency_penalty", "presence_penalty")
 _COUNTS = ("preemptions", "retractions", "drafts_proposed", "drafts_accepted")
 
@@ -22,23 +22,33 @@ _COUNTS = ("preemptions", "retractions", "drafts_proposed", "drafts_accepted")
 def request_span(handler: RequestHandler | None, timeline: RequestTimeline, status: int) -> Span:
     """Returns the span of a request whose exchange is over; `handler` is None where its request was refused."""
     end = monotonic()
-    attributes: dict = {"http.response.status_code": status, "dsv3.request_id": timeline.request_id}
+    attributes: dict = {"http.response.status_code": status}
+    if timeline.request_id:
+        attributes["dsv3.request_id"] = timeline.request_id
     if handler is None:
         return Span("llm_request", timeline.began, end, attributes, children=tuple(timeline.phases))
     attributes |= _attributes(handler, timeline, end)
-    records = sorted(timeline.records.items())[:MAX_TRACED_CHOICES]
-    phases = [span for choice, record in records for span in _engine_spans(timeline, choice, record)]
+    phases = [span for choice in sorted(timeline.records)[:MAX_TRACED_CHOICES] for span in _of_choice(timeline, choice)]
     children = [*timeline.phases, *phases, *_response_spans(timeline, end)]
     return Span("llm_request", timeline.began, end, attributes, children=tuple(children))
 
 
-def end_trace(
-    service: Service, trace: RequestTrace, timeline: RequestTimeline, handler: RequestHandler | None, status: int
-) -> None:
-    """Sends the trace of a request, and remembers the request if it was slow."""
+def begin_timeline(
+    service: Service, request_id: str = "", headers: Mapping[str, str] | None = None, *, is_shown: bool = False
+) -> RequestTimeline:
+    """Returns the record of a request that has just come, with a trace if that is sampled."""
+    trace = None if service.tracer is None else service.tracer.start("llm_request", headers or {})
+    is_sampled = trace is not None and trace.is_sampled
+    return RequestTimeline(request_id, is_shown=is_shown, trace=trace if is_sampled else None)
+
+
+def end_trace(service: Service, timeline: RequestTimeline, handler: RequestHandler | None, status: int) -> None:
+    """Sends the trace of a request, if it has one; the dashboard shows it if it was slow and has an id."""
+    if (trace := timeline.trace) is None:
+        return
     whole = request_span(handler, timeline, status)
     trace.end(whole, f"status {status}" if status >= 500 else None)
-    if handler is not None:
+    if handler is not None and timeline.request_id:
         seconds, first = whole.stop - whole.start, timeline.first_token_at
         waited = seconds if first is None else first - whole.start
         service.slow_requests.add(time(), timeline.request_id, trace.trace_id, waited, seconds)
@@ -77,6 +87,20 @@ def _attributes(handler: RequestHandler, timeline: RequestTimeline, end: float) 
             if count:
                 found[name] = found.get(name, 0) + count
     return found
+
+
+def _of_choice(timeline: RequestTimeline, choice: int) -> Iterator[Span]:
+    """Yields the phases of a choice in its engines, and the time without one: it starts, restarts or has died."""
+    without = timeline.phases[-1].stop if timeline.phases else timeline.began
+    broken_off = [found for number, found in timeline.broken_off if number == choice]
+    for i, record in enumerate([*broken_off, timeline.records[choice]]):
+        if record.began - without > _SENDING_S:
+            yield Span("engine_wait", without, record.began)
+        spans = _engine_spans(timeline, choice, record)
+        if i:
+            spans = (span._replace(events=()) for span in spans)  # the first token came of an earlier engine
+        yield from spans
+        without = record.ended_at or record.began
 
 
 def _engine_spans(timeline: RequestTimeline, choice: int, record: RequestTiming) -> Iterator[Span]:

@@ -112,11 +112,24 @@ def test_prefill_and_decode_instances_of_two_versions_never_mix():
 
 
 def test_a_share_and_a_version_that_cannot_be_are_refused():
-    for text in ("5%", "=5%", "v2=5", "v2=101%", "v2=-1%", "v2"):
+    for text in (
+        "5%",
+        "=5%",
+        "v2=5",
+        "v2=101%",
+        "v2=-1%",
+        "v2",
+        "v2=5%\n",
+        "v2=\u0665%",
+        "v 2=5%",
+        "v2=v3=5%",
+        "v2=1e1%",
+    ):
         with pytest.raises(ValueError, match="canary: "):
             RouterOptions(instances=(URL,), canary=text)
-    with pytest.raises(ValueError, match="served_version: "):
-        ServerOptions(served_version="a b")
+    for version in ("a b", "", "v" * 65, "v\u00e9", 'v"', "v\n"):
+        with pytest.raises(ValueError, match="served_version: "):
+            ServerOptions(served_version=version)
 
 
 def by_version(router) -> dict[str, float]:

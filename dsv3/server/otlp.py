@@ -1,7 +1,7 @@
 """Traces as OTLP over HTTP: encoded when a request has ended, and sent by a thread.
 
-The messages are those of `opentelemetry/proto/trace/v1/trace.proto`. The SDK's spans and its exporter take several times
-as long per trace, on the event loop's core; and bytes that wait cost the collector of garbage nothing.
+The messages are those of `opentelemetry/proto/trace/v1/trace.proto`. The SDK's spans and its exporter take several
+times as long per trace, in the same process; and bytes that wait cost the collector of garbage nothing.
 """
 
 import collections
@@ -137,7 +137,10 @@ def _attribute(tag: int, name: str, value: object) -> bytes:
     """Returns a field with a KeyValue."""
     if isinstance(value, float):  # not kept: few are the same
         return _double_head(tag, name) + _DOUBLE.pack(value)
-    return _kept(tag, name, value if isinstance(value, str | int) else tuple(value))  # type: ignore[call-overload]
+    if not isinstance(value, str | int):
+        assert isinstance(value, Iterable)
+        value = tuple(value)
+    return _kept(tag, name, value)
 
 
 @functools.lru_cache(1024)
@@ -147,7 +150,7 @@ def _double_head(tag: int, name: str) -> bytes:
 
 
 @functools.lru_cache(1024, typed=True)  # else 1 would be true
-def _kept(tag: int, name: str, value: str | int | tuple[str, ...]) -> bytes:
+def _kept(tag: int, name: str, value: object) -> bytes:
     return _field(tag, _text(0x0A, name) + _field(0x12, _any(value)))
 
 
@@ -159,7 +162,7 @@ def _any(value: object) -> bytes:
         return b"\x10\x01" if value else b"\x10\x00"
     if isinstance(value, int):
         return b"\x18" + _varint(value & 0xFFFF_FFFF_FFFF_FFFF)
-    assert isinstance(value, Iterable)
+    assert isinstance(value, tuple)
     return _field(0x2A, b"".join(_field(0x0A, _any(each)) for each in value))
 
 

@@ -143,14 +143,14 @@ def _timeout_s() -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= 600:
-        raise ValueError(f"{name}: {text!r} is not a number of seconds up to 600")
+        raise ValueError(f"otlp_traces_endpoint: {name} is {text!r}, not a number of seconds up to 600")
     return seconds
 
 
 def _compression() -> str:
     name, text = _variable("COMPRESSION")
     if (found := text.lower() or "none") not in COMPRESSIONS:
-        raise ValueError(f"{name}: {text!r} is not {', '.join(COMPRESSIONS)}")
+        raise ValueError(f"otlp_traces_endpoint: {name} is {text!r}, not one of {', '.join(COMPRESSIONS)}")
     return found
 
 
@@ -162,5 +162,5 @@ def _tls_context() -> ssl.SSLContext:
             name = mine
             context.load_cert_chain(certificate, _variable("CLIENT_KEY")[1] or None)
     except OSError as error:
-        raise ValueError(f"{name}: the file cannot be used ({error})") from None
+        raise ValueError(f"otlp_traces_endpoint: the file of {name} cannot be used ({error})") from None
     return context

@@ -105,21 +105,25 @@ def _of_choice(timeline: RequestTimeline, choice: int) -> Iterator[Span]:
 
 def _engine_spans(timeline: RequestTimeline, choice: int, record: RequestTiming) -> Iterator[Span]:
     """Yields the phases of a choice in the engine: its chunks inside those of its prompt, tokens found by tier."""
+    about = {"dsv3.choice": choice} if len(timeline.records) > 1 else {}
+    first = record.first_token_at
     for span in timeline.engine_phases(record):
-        attributes: dict = {"dsv3.choice": choice} if len(timeline.records) > 1 else {}
         if span.name == "load":
             tiers = {f"dsv3.cached_tokens.{tier}": n for tier, n in record.cached.items() if tier != "device"}
-            yield span._replace(attributes=attributes | tiers)
+            yield span._replace(attributes=about | tiers)
         elif span.name == "prefill":
-            chunks = [Span("chunk", start, stop, {"dsv3.tokens": tokens}) for start, stop, tokens in record.chunks]
-            inside = tuple(each for each in chunks if span.start <= each.start and each.stop <= span.stop)
-            if record.device:
-                attributes["dsv3.cached_tokens.device"] = record.device
-            yield span._replace(attributes=attributes, children=inside)
+            _, begun, ended, *_ = span
+            chunks = tuple(
+                Span("chunk", start, stop, {"dsv3.tokens": tokens})
+                for start, stop, tokens in record.chunks
+                if begun <= start and stop <= ended
+            )
+            found = about | {"dsv3.cached_tokens.device": record.device} if record.device else about
+            yield Span("prefill", begun, ended, found, children=chunks)
+        elif span.name == "decode" and first is not None and span.start <= first <= span.stop:
+            yield span._replace(attributes=about, events=(("first_token", first),))
         else:
-            first = record.first_token_at
-            is_first = first is not None and span.name == "decode" and span.start <= first <= span.stop
-            yield span._replace(attributes=attributes, events=(("first_token", first),) if is_first else ())  # type: ignore[arg-type]
+            yield span._replace(attributes=about) if about else span
 
 
 def _response_spans(timeline: RequestTimeline, end: float) -> Iterator[Span]:

@@ -4,13 +4,14 @@
   python -m benchmarks.front --streams 10000 --rate 1         one size
   python -m benchmarks.front --streams 1000 --rate 10 --servers 2
   python -m benchmarks.front --streams 1000 --traces 3        without and with traces, in turn, three times
+  python -m benchmarks.front --streams 10000 --rate 2 --seconds 45 --traces 1
 
-Every stream gets `rate` tokens per second: the engine gives each request a token per step, `rate` steps per second. The
-token of step n has the text "n " (four digits, modulo 10,000), and when the step was made stands at place n of a shared
-file. So a client detects a missing token and measures how long each was on its way. The clients are a process of
-their own on the same machine, with one connection and one endless stream each; each stream's text is checked to the
-last token. They parse no JSON and build no objects per event, so that they take less of the machine than what they
-measure.
+Every stream gets `rate` tokens per second: the engine gives each request a token per step, `rate` steps per second. It
+gives the first token at once and the second when all streams have come, so all have the same length. The token of step
+n has the text "n " (four digits, modulo 10,000), and when the step was made stands at place n of a shared file. So a
+client detects a missing token and measures how long each was on its way. The clients are a process of their own on the
+same machine, with one connection and one endless stream each; each stream's text is checked to the last token. They
+parse no JSON and build no objects per event, so that they take less of the machine than what they measure.
 
 Processor time is that of all API servers together, per token that came to a client. Latency is from the step that made
 a token to its arrival at the client. Memory is the growth of all API servers. Exit status 0 means that no token was
@@ -53,10 +54,12 @@ TABLE = ((128, 20.0), (1000, 5.0), (10_000, 0.25))
 STEPS = 10_000
 VOCAB = 256 + STEPS
 MAX_MODEL_LEN = 65_536
-_START_S = 4.0  # the longest that the first stream waits for the last to begin, besides the ramp
+_MARGIN_S = 3.0  # that streams run besides the measured seconds
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 _TOKENS = re.compile(rb'"(?:text|content)":"((?:\d{4} )+)"')
-_RAMP_PER_S = 250
+_OPENING = 100  # streams that wait for their first token; more are not opened
+_RAMP_STEP_S = 0.05  # between steps while streams still come
+_RAMP_END_S = 10.0  # without another stream, after which those that are missing have failed
 _TRACES_S = 1.5  # in which the last traces are sent
 
 
@@ -110,7 +113,8 @@ def _compare(streams: int, rate: float, arguments: argparse.Namespace) -> Iterat
     means = {name: np.mean([each[2:] for each in mine], axis=0) for name, mine in found.items()}
     for name, mine in found.items():
         running, lives = means[name].tolist()
-        more = (100 * (means[name] / means["off"] - 1)).tolist() if name == "on" else [None, None]
+        pairs = zip(means[name], means["off"], strict=True)
+        more = [100 * (each / off - 1) if off and name == "on" else None for each, off in pairs]
         lost = sum(int(each.row[-1] or 0) for each in mine)
         yield [streams, mine[0].tokens, name, running, more[0], lives, more[1], lost]
 
@@ -127,7 +131,7 @@ def _measure(streams: int, rate: float, arguments: argparse.Namespace, endpoint:
             "kind": arguments.kind,
             "seconds": arguments.seconds,
             "endpoint": endpoint,
-            "max_tokens": int((arguments.seconds + streams / 150 + _START_S) * rate) + 1,
+            "max_tokens": int((arguments.seconds + _MARGIN_S) * rate) + 2,
         }
         server = _start("server", settings)
         try:
@@ -221,9 +225,10 @@ class EmptyEngine:
     failure = None
     room = 2**20
 
-    def __init__(self, times: np.ndarray, rate: float):
+    def __init__(self, times: np.ndarray, rate: float, streams: int):
         self._times, self._period = times, 1 / rate
         self._waiting: list = []
+        self._missing, self._came_at = streams, time.monotonic()
         self._ids = np.zeros(0, np.int64)
         self._left = np.zeros(0, np.int64)
         self._timed: set[int] = set()
@@ -238,6 +243,7 @@ class EmptyEngine:
 
     def submit(self, request) -> None:
         self._waiting.append(request)
+        self._missing, self._came_at = self._missing - 1, time.monotonic()
         if request.return_timing:
             self._timed.add(request.request_id)
 
@@ -246,23 +252,27 @@ class EmptyEngine:
         self._keep(self._ids != request_id)
 
     def step(self) -> StepOutputs:
-        self._next_at = max(self._next_at + self._period, time.monotonic())
+        is_late = time.monotonic() - self._came_at > _RAMP_END_S
+        are_coming = bool(self._waiting) or (self._missing > 0 and not is_late)
+        self._next_at = max(self._next_at + (_RAMP_STEP_S if are_coming else self._period), time.monotonic())
         time.sleep(max(0.0, self._next_at - time.monotonic()))
-        self._steps += 1
+        self._steps += not are_coming
         place = self._steps % STEPS
         token = len(_ALPHABET) + place
         self._times[place] = time.monotonic()
-        last = self._left == 1
-        outputs = [self._detail(request_id, token, "length") for request_id in self._ids[last].tolist()]
-        self._keep(~last)
-        columns = Tokens(self._ids, np.ones(len(self._ids), np.int64), np.full(len(self._ids), token, np.int32))
-        self._left = self._left - 1
-        outputs += [self._detail(request.request_id, token, None) for request in self._waiting]
+        outputs = [self._detail(request.request_id, token, None) for request in self._waiting]
+        columns = []
+        if not are_coming:
+            last = self._left == 1
+            outputs = [self._detail(request_id, token, "length") for request_id in self._ids[last].tolist()]
+            self._keep(~last)
+            columns = [Tokens(self._ids, np.ones(len(self._ids), np.int64), np.full(len(self._ids), token, np.int32))]
+            self._left = self._left - 1
         self._ids = np.concatenate([self._ids, np.array([r.request_id for r in self._waiting], np.int64)])
         left = [r.max_length - len(r.prompt) - 1 for r in self._waiting]
         self._left = np.concatenate([self._left, np.array(left, np.int64)])
         self._waiting = []
-        return StepOutputs([columns] if len(columns) else [], outputs)
+        return StepOutputs(columns if len(self._ids) else [], outputs)
 
     def stats(self) -> dict[str, object]:
         return {
@@ -294,7 +304,7 @@ class EmptyEngine:
 def make(start, host):
     """The factory that the server is given."""
     options = start.factory_options
-    engine = EmptyEngine(step_times(Path(start.model_dir)), options["rate"])
+    engine = EmptyEngine(step_times(Path(start.model_dir)), options["rate"], options["max_num_seqs"])
     rules = RequestRules(vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN)
     return engine, EngineInfo(rules, max_num_seqs=options["max_num_seqs"], num_pages=1)
 
@@ -401,8 +411,8 @@ async def _run_clients(settings: dict) -> int:
     loop = asyncio.get_running_loop()
     for i in range(settings["streams"]):
         await loop.create_connection(lambda: Stream(clients, request), "127.0.0.1", settings["port"])
-        if i % 50 == 49:
-            await asyncio.sleep(50 / _RAMP_PER_S)
+        while i - clients.begun - len(clients.failures) > _OPENING:
+            await asyncio.sleep(_RAMP_STEP_S / 5)
     await clients.all_begun.wait()
     await asyncio.sleep(1.0)  # the last heads and first tokens are behind us
     print("begin", flush=True)

@@ -68,6 +68,10 @@ class Collector:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
+    def hang(self) -> None:
+        """Answers no more; connections are still opened."""
+        self._server.shutdown()
+
     def close(self) -> None:
         """Ends the server."""
         self._server.shutdown()

@@ -32,11 +32,12 @@ from dsv3.server.http.exchange import ENDED, REQUEST_ID, TIMING_HEADER, error_pa
 from dsv3.server.http.http_server import ConnectionLimit, HttpServer, certificate_of, max_admitted
 from dsv3.server.http.serving import wait_for_any
 from dsv3.server.limits import BodyReader, Budget, Reservation, WorkersBusy
+from dsv3.server.otlp import Attributes, Span
 from dsv3.server.protocol.anthropic import MESSAGES
 from dsv3.server.protocol.errors import QUEUE_FULL, ApiError, invalid, unavailable
 from dsv3.server.serving.handlers import KINDS
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants
-from dsv3.server.tracing import Attributes, RequestTrace, Span, Tracer, trace_context
+from dsv3.server.tracing import RequestTrace, Tracer, make_tracer, trace_context
 from router.canary import Canary, parse_share
 from router.instance import Instance
 from router.members import Members, Pool, read_registration
@@ -210,9 +211,11 @@ async def _relay(site: RouterSite, http: Request) -> Response:
             headers[TIMING_HEADER] = "1"
         if site.tracer is None:
             return RelayResponse(site, Relay(site.fleet, request, headers), stack.pop_all().close)
-        trace = site.tracer.start("relay", http.headers, began)
+        trace = site.tracer.start("relay", http.headers)
         relay = Relay(site.fleet, request, headers | trace.headers)
-        http.scope["extensions"][ENDED] = functools.partial(_end_trace, trace, relay, began, headers["X-Request-Id"])
+        if trace.is_sampled:
+            extensions, request_id = http.scope["extensions"], headers["X-Request-Id"]
+            extensions[ENDED] = functools.partial(_end_trace, trace, relay, began, request_id)
         return RelayResponse(site, relay, stack.pop_all().close)
 
 
@@ -348,9 +351,8 @@ async def serve(
     make = maker(options, api_key)
     fleet = fleet_of(options, make)
     members = members_of(fleet, make, api_key, notify)
-    traces = options.otlp_traces_endpoint
     about = {"service.instance.id": f"{options.host}:{listener.getsockname()[1]}"}
-    tracer = None if traces is None else Tracer(traces, "dsv3-router", about)
+    tracer = make_tracer(options.otlp_traces_endpoint, "dsv3-router", about)
     site = RouterSite(fleet, Tenants(tenants), members if options.registration else None, tracer)
     limit = ConnectionLimit(max_admitted(None, 1))
     certificate = certificate_of(ServerOptions(**{name: getattr(options, name) for name in _TLS}))

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from dsv3.config.server_options import check_version
+
 SESSION = ("prompt_cache_key", "user")
 """Fields of a request by which its client names a conversation, the first of them that it has."""
 _MESSAGES = ("messages", "input")
@@ -33,6 +35,7 @@ class Canary:
         version, _, share = text.rpartition("=")
         if not version:
             raise ValueError(f"{text!r} is not VERSION=SHARE, such as v2=5%")
+        check_version(text, version)
         return cls(version, parse_share(share))
 
     def takes(self, conversation: bytes) -> bool:
@@ -42,7 +45,7 @@ class Canary:
 
 def parse_share(text: str) -> float:
     """Reads a share such as 5% or 0.5%; raises ValueError."""
-    found = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", text)
+    found = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)%", text)
     if found is None or float(found[1]) > 100:
         raise ValueError(f"{text!r} is not a share from 0% to 100%")
     return float(found[1]) / 100

@@ -145,6 +145,12 @@ class ServerOptions(ServiceOptions):
         "HTTP); needs the extra otel (docs/tracing.md).",
         group="monitoring",
     )
+    trace_url: str | None = option(
+        None,
+        "Link the slow requests of /dashboard to this page of a trace viewer, in which {trace_id} is replaced, such as "
+        "http://HOST:16686/trace/{trace_id} for Jaeger; needs --otlp_traces_endpoint.",
+        group="monitoring",
+    )
     profile_dir: str | None = option(
         None,
         "Enable POST /start_profile and /stop_profile, which write traces of steps to this directory, for "
@@ -182,8 +188,13 @@ class ServerOptions(ServiceOptions):
             if getattr(self, name) is not None and self.ssl_certfile is None:
                 raise ValueError(f"{name}: {getattr(self, name)!r} needs ssl_certfile")
         check_traces_endpoint(self.otlp_traces_endpoint)
-        if self.served_version is not None and not re.fullmatch(r"[\w.+-]{1,64}", self.served_version):
-            raise ValueError(f"served_version: {self.served_version!r} is not 1 to 64 letters, digits or any of ._+-")
+        if (url := self.trace_url) is not None:
+            if self.otlp_traces_endpoint is None:
+                raise ValueError(f"trace_url: {url!r} needs otlp_traces_endpoint")
+            if not re.fullmatch(r"https?://[^/?#\s]+[/?#][!-~]+", url) or "{trace_id}" not in url:
+                raise ValueError(f"trace_url: {url!r} is not a URL with {{trace_id}}, http://HOST/trace/{{trace_id}}")
+        if self.served_version is not None:
+            check_version("served_version", self.served_version)
         self._check_register()
 
     def _check_register(self) -> None:
@@ -198,7 +209,13 @@ class ServerOptions(ServiceOptions):
                 raise ValueError(f"{name}: {url!r} is not http://HOST:PORT or https://HOST:PORT")
 
 
+def check_version(name: str, version: str) -> None:
+    """Raises ValueError, which begins with `name`, for a version that no server can have."""
+    if not re.fullmatch(r"[A-Za-z0-9_.+-]{1,64}", version):
+        raise ValueError(f"{name}: {version!r} is not 1 to 64 letters, digits or any of ._+-")
+
+
 def check_traces_endpoint(url: str | None) -> None:
     """Raises ValueError unless `url` is None or one that traces can be sent to."""
-    if url is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+    if url is not None and not re.fullmatch(r"https?://[^/\s?#@]+(/[!-~]*)?", url):
         raise ValueError(f"otlp_traces_endpoint: {url!r} is not http://HOST:PORT or https://HOST:PORT, or with a path")

@@ -3,6 +3,7 @@
 Times are seconds of `time.monotonic`, which all processes of a host share.
 """
 
+from collections.abc import Iterator
 from time import monotonic
 from typing import Literal
 
@@ -60,13 +61,14 @@ class RequestTiming(msgspec.Struct, array_like=True, gc=False):
     @property
     def phases(self) -> list[tuple[PhaseName, float]]:
         """Names and beginnings, without gaps: each phase ends where the next begins, the last at `ended_at`."""
-        return [(name, begun[0]) for name, begun in self._parsed() if name != "chunk"]  # type: ignore[misc]
+        events = self.events
+        return [(events[i], events[i + 1]) for i in self._places() if events[i] != "chunk"]  # type: ignore[misc]
 
     @property
     def chunks(self) -> list[tuple[float, float, int]]:
         """The chunks of the prompt: from a step's launch, or the results before, to its results; and their tokens."""
-        found = (values for name, values in self._parsed() if name == "chunk")
-        return [(start, stop, int(tokens)) for start, stop, tokens in found]
+        events = self.events
+        return [tuple(events[i + 1 : i + 4]) for i in self._places() if events[i] == "chunk"]  # type: ignore[misc]
 
     def enter(self, phase: PhaseName) -> None:
         """Ends the present phase and begins another one."""
@@ -103,12 +105,12 @@ class RequestTiming(msgspec.Struct, array_like=True, gc=False):
         if is_last:
             self.enter("decode")
 
-    def _parsed(self) -> list[tuple[str, tuple[float, ...]]]:
-        found: list[tuple[str, tuple[float, ...]]] = []
-        names = [i for i, item in enumerate(self.events) if isinstance(item, str)]
-        for first, after in zip(names, [*names[1:], len(self.events)], strict=True):
-            found.append((self.events[first], tuple(self.events[first + 1 : after])))  # type: ignore[arg-type]
-        return found
+    def _places(self) -> Iterator[int]:
+        """Yields where phases and chunks begin in `events`: a name and one number, "chunk" and three."""
+        i = 0
+        while i < len(self.events):
+            yield i
+            i += 4 if self.events[i] == "chunk" else 2
 
 
 def begin_timing(phase: PhaseName) -> RequestTiming:

@@ -1,27 +1,23 @@
-"""Traces of requests over OpenTelemetry: spans are made from records when a request has ended, and sent by a thread.
+"""Traces of requests over OpenTelemetry: its SDK decides which are sampled and names the process.
 
-OpenTelemetry is imported only where a server has `--otlp_traces_endpoint`; the extra `otel` installs it. Times of spans
-are seconds of `time.monotonic`.
+A trace is made from records when its request has ended, and then encoded at once (`dsv3.server.otlp`). The SDK is
+imported only where a server has `--otlp_traces_endpoint`; the extra `otel` installs it.
 """
 
 import asyncio
+import os
 import re
-import threading
+import ssl
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-if TYPE_CHECKING:
-    from opentelemetry.trace import Span as OtelSpan
-    from opentelemetry.trace import SpanContext
+from dsv3.server.otlp import COMPRESSIONS, Attributes, Span, TraceContext, TraceSender, encode_head, encode_trace
 
-Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
-
-MAX_QUEUED_SPANS = 2**14
-"""Spans that wait to be sent; while the collector is away the oldest are dropped."""
 _VALUE = re.compile(r"[\x20-\x7e]{1,512}")
-_BATCH, _DELAY_MS, _CLOSE_S = 512, 1000, 2.0
+_CLOSE_S, _POLL_S = 2.0, 0.02
+_TIMEOUT_S = 10.0
+_IS_SAMPLED, _IS_RANDOM = 1, 2  # W3C's flags
 
 
 def trace_context(headers: Mapping[str, str]) -> dict[str, str]:
@@ -34,33 +30,27 @@ class TracingUnavailable(ValueError):
     """The packages that traces need are not installed."""
 
 
-class Span(NamedTuple):
-    """A part of a request's time; `events` are names and times inside it, `children` are its parts."""
-
-    name: str
-    start: float
-    stop: float
-    attributes: Attributes = {}  # noqa: RUF012  # a NamedTuple's default, never changed
-    events: tuple[tuple[str, float], ...] = ()
-    children: "tuple[Span, ...]" = ()
+def make_tracer(endpoint: str | None, service: str, attributes: Attributes) -> "Tracer | None":
+    """Returns a `Tracer`, or None without an endpoint, or where OTEL_SDK_DISABLED says so; raises as `Tracer`."""
+    is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    return None if endpoint is None or is_disabled else Tracer(endpoint, service, attributes)
 
 
 class Tracer:
-    """Sends spans to the collector at `endpoint`, an OTLP URL over HTTP; without a path `/v1/traces` is meant.
+    """Sends traces to the collector at `endpoint`, an OTLP URL over HTTP; without a path `/v1/traces` is meant.
 
-    `service` and `attributes` name this process; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence, and
-    the SDK's other variables hold too. A thread sends; a collector that does not answer costs spans, never a request.
-    Raises TracingUnavailable.
+    `service` and `attributes` name this process; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence. The
+    SDK's OTEL_TRACES_SAMPLER* hold, and so do OTLP's variables for headers, timeout, compression and certificates.
+    Raises TracingUnavailable, and ValueError for a variable that cannot be used.
     """
 
     def __init__(self, endpoint: str, service: str, attributes: Attributes) -> None:
         try:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry import trace
             from opentelemetry.sdk.resources import OTELResourceDetector, Resource
             from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-            from opentelemetry.sdk.util.instrumentation import InstrumentationScope
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+            from opentelemetry.util.re import parse_env_headers
         except ImportError as error:
             raise TracingUnavailable(
                 f"otlp_traces_endpoint: {endpoint!r} needs OpenTelemetry ({error}); install it with "
@@ -69,97 +59,108 @@ class Tracer:
         if urlsplit(endpoint).path in ("", "/"):
             endpoint = endpoint.rstrip("/") + "/v1/traces"
         resource = Resource.create({"service.name": service, **attributes}).merge(OTELResourceDetector().detect())
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint), MAX_QUEUED_SPANS, _DELAY_MS, _BATCH)
-        self._provider.add_span_processor(self._processor)
-        self._tracer, self._scope = self._provider.get_tracer("dsv3"), InstrumentationScope("dsv3")
-        self._propagator = TraceContextTextMapPropagator()
-
-    def start(self, name: str, headers: Mapping[str, str], began: float) -> "RequestTrace":
-        """Starts the span of a request, a child of the one that `headers` name, and sampled as that is."""
-        from opentelemetry.trace import SpanKind
-
-        parent = self._propagator.extract(trace_context(headers))
-        offset_s = time.time() - time.monotonic()
-        span = self._tracer.start_span(name, parent, SpanKind.SERVER, start_time=_ns(began + offset_s))
-        return RequestTrace(self, span, offset_s)
-
-    def headers_of(self, span: "OtelSpan") -> dict[str, str]:
-        """Returns the headers that make a span the parent of another process's."""
-        from opentelemetry.trace import set_span_in_context
-
-        headers: dict[str, str] = {}
-        self._propagator.inject(headers, set_span_in_context(span))
-        return headers
-
-    def add(self, parent: "SpanContext", span: Span, offset_s: float) -> None:
-        """Sends an ended span, and its parts, as a child of `parent`.
-
-        The SDK's `start_span` would take four times as long: it samples, locks and validates.
-        """
-        from opentelemetry.sdk.trace import Event, ReadableSpan
-        from opentelemetry.trace import SpanContext
-
-        number = self._provider.id_generator.generate_span_id()
-        context = SpanContext(parent.trace_id, number, False, parent.trace_flags, parent.trace_state)
-        for child in span.children:
-            self.add(context, child, offset_s)
-        ended = ReadableSpan(
-            span.name,
-            context,
-            parent,
-            self._provider.resource,
-            span.attributes,
-            [Event(name, timestamp=_ns(at + offset_s)) for name, at in span.events],
-            start_time=_ns(span.start + offset_s),
-            end_time=_ns(max(span.start, span.stop) + offset_s),
-            instrumentation_scope=self._scope,
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._sampler, self._ids, self._kind = provider.sampler, provider.id_generator, trace.SpanKind.SERVER
+        self._extract, self._span_of = TraceContextTextMapPropagator().extract, trace.get_current_span
+        self._sender = TraceSender(
+            endpoint,
+            encode_head(resource.attributes, "dsv3"),
+            parse_env_headers(_variable("HEADERS")[1], liberal=True),
+            _timeout_s(),
+            _compression(),
+            _tls_context() if endpoint.startswith("https:") else None,
         )
-        self._processor.on_end(ended)
+
+    def start(self, name: str, headers: Mapping[str, str]) -> "RequestTrace":
+        """Returns the trace of a request, which continues that in `headers`, and is sampled as that is."""
+        context = self._extract(trace_context(headers))
+        sender = self._span_of(context).get_span_context()
+        trace_id = sender.trace_id or self._ids.generate_trace_id()
+        sampled = self._sampler.should_sample(context, trace_id, name, self._kind)
+        found = TraceContext(
+            trace_id.to_bytes(16),
+            self._ids.generate_span_id().to_bytes(8),
+            sender.span_id.to_bytes(8) if sender.trace_id else b"",
+            sampled.decision.is_sampled() | (sender.trace_flags & _IS_RANDOM),
+            sampled.trace_state.to_header() if sampled.trace_state else "",
+        )
+        return RequestTrace(self, found, sampled.attributes)
+
+    def send(self, whole: Span, context: TraceContext, error: str | None) -> None:
+        """Queues an ended trace."""
+        offset_ns = time.time_ns() - time.monotonic_ns()  # now: Unix time may have been set
+        self._sender.add(encode_trace(whole, context, offset_ns, error))
 
     async def close(self) -> None:
         """Sends what is queued, for at most 2 s."""
-        closing = threading.Thread(target=self._provider.shutdown, name="close-traces", daemon=True)
-        closing.start()
+        self._sender.close()
         deadline = time.monotonic() + _CLOSE_S
-        while closing.is_alive() and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        while not self._sender.is_closed and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_S)
 
 
 class RequestTrace:
-    """The span of a request in this process, until `end`."""
+    """A request's place in its trace, until `end`; `attributes` are the sampler's."""
 
-    def __init__(self, tracer: Tracer, span: "OtelSpan", offset_s: float) -> None:
-        self._tracer, self._span, self._offset_s = tracer, span, offset_s
+    def __init__(self, tracer: Tracer, context: TraceContext, attributes: Attributes) -> None:
+        self._tracer, self._context, self._attributes = tracer, context, attributes
 
     @property
-    def is_recording(self) -> bool:
-        """Whether it is sampled: its sender, or the SDK's sampler, may have decided against it."""
-        return self._span.is_recording()
+    def is_sampled(self) -> bool:
+        """Whether it is sent: its sender, or the SDK's sampler, may have decided against it."""
+        return bool(self._context.flags & _IS_SAMPLED)
 
     @property
     def trace_id(self) -> str:
         """32 hexadecimal digits."""
-        return f"{self._span.get_span_context().trace_id:032x}"
+        return self._context.trace_id.hex()
 
     @property
     def headers(self) -> dict[str, str]:
         """The headers that make it the parent of another process's span."""
-        return self._tracer.headers_of(self._span)
+        trace_id, span_id, _, flags, state = self._context
+        headers = {"traceparent": f"00-{trace_id.hex()}-{span_id.hex()}-{flags:02x}"}
+        return headers | {"tracestate": state} if state else headers
 
     def end(self, whole: Span, error: str | None = None) -> None:
-        """Ends the span at the end of `whole`, with its attributes, events and children."""
-        from opentelemetry.trace import Status, StatusCode
-
-        self._span.set_attributes(whole.attributes)
-        for name, at in whole.events:
-            self._span.add_event(name, timestamp=_ns(at + self._offset_s))
-        for child in whole.children:
-            self._tracer.add(self._span.get_span_context(), child, self._offset_s)
-        if error is not None:
-            self._span.set_status(Status(StatusCode.ERROR, error))
-        self._span.end(_ns(whole.stop + self._offset_s))
+        """Sends it, if it is sampled, with the span of the request."""
+        if self.is_sampled:
+            if self._attributes:
+                whole = whole._replace(attributes={**self._attributes, **whole.attributes})
+            self._tracer.send(whole, self._context, error)
 
 
-def _ns(seconds: float) -> int:
-    return int(seconds * 1e9)
+def _variable(name: str) -> tuple[str, str]:
+    """Returns the name of OTLP's variable that holds, that of traces or of all signals, and its value."""
+    names = (f"OTEL_EXPORTER_OTLP_TRACES_{name}", f"OTEL_EXPORTER_OTLP_{name}")
+    return next(((each, value) for each in names if (value := os.environ.get(each, "").strip())), (names[1], ""))
+
+
+def _timeout_s() -> float:
+    name, text = _variable("TIMEOUT")
+    try:
+        seconds = float(text or _TIMEOUT_S)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 600:
+        raise ValueError(f"otlp_traces_endpoint: {name} is {text!r}, not a number of seconds up to 600")
+    return seconds
+
+
+def _compression() -> str:
+    name, text = _variable("COMPRESSION")
+    if (found := text.lower() or "none") not in COMPRESSIONS:
+        raise ValueError(f"otlp_traces_endpoint: {name} is {text!r}, not one of {', '.join(COMPRESSIONS)}")
+    return found
+
+
+def _tls_context() -> ssl.SSLContext:
+    (name, authorities), (mine, certificate) = _variable("CERTIFICATE"), _variable("CLIENT_CERTIFICATE")
+    try:
+        context = ssl.create_default_context(cafile=authorities or None)
+        if certificate:
+            name = mine
+            context.load_cert_chain(certificate, _variable("CLIENT_KEY")[1] or None)
+    except OSError as error:
+        raise ValueError(f"otlp_traces_endpoint: the file of {name} cannot be used ({error})") from None
+    return context

@@ -5,10 +5,14 @@ goal was missed.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import importlib
+import json
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +28,12 @@ from benchmarks.training import RUNS
 from configs.tiny import TRAINING
 from dsv3 import LLM
 from dsv3.config.model import ModelConfig
+from dsv3.config.server_options import ServerOptions
 from dsv3.engine import tuning
 from dsv3.engine.engine import Engine
 from dsv3.model.params import Params, abstract
+from tests.dsv3.server import serving as fake
+from tests.dsv3.text import dialects
 from training import corpus
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +75,25 @@ def write_tuning(model: Path, options: object, path: Path, budget_seconds: float
     return found
 
 
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[instances.Instance]:
+    """Starts a server as `benchmarks.instances.serving` does, whose engine computes nothing."""
+    given: dict[str, Any] = dict(flag.removeprefix("--").split("=") for flag in flags)
+    given = {name: json.loads(value) if value[0].isdecimal() else value for name, value in given.items()}
+    if "register" in given:
+        given["register"] = [given["register"]]
+    settings: dict[str, Any] = {"options": {}, "engine": {}, "factory_options": {"step_s": 0.01}}
+    for name, value in given.items():
+        settings["options" if name in ServerOptions.__dataclass_fields__ else "engine"][name] = value
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        fake.running(dialects.write(Path(folder)), **settings) as server,
+    ):
+        instance = instances.Instance(server.url)
+        instance.process = server.process
+        yield instance
+
+
 CHOSEN = (
     ("prefill_batch_sizes", "64", "32,64", 1.1),
     ("product on a CPU 1 x 2 x 3 x float32 x alone", "C++", "XLA", 2),
@@ -93,7 +119,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("eplb", "", {"ROUNDS": 1, "LAYERS": 2}),
     ("eplb", "--live", {"INTERVAL": 16, "WINDOW_STEPS": 16, "ROWS": 1}),
     ("first_start", "--wake", {"LLM": SMALL_LLM, "ROUNDS": 1, "_RESTART": "pass"}),
-    ("front", "--streams=8 --rate=5 --seconds=1", {}),
+    ("front", "--streams=8 --rate=9 --seconds=0.3 --traces=1", {}),
     ("hostile", "--seconds 0.3 --only none", {}),
     ("kv_tiers", "--rounds 1 --values 4 --directory {tmp}", {"VALUE_BYTES": 2**16}),
     ("launches", "--save {tmp}/step.hlo", {"compiled_step": lambda: COMPILED_TEXT}),
@@ -112,11 +138,16 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
         "--rounds 1 --tokens 4 --only speed",
         {"REQUESTS": 2, "PROMPT": 8, "LIMITS": {"max_num_batched_tokens": 64}},
     ),
-    ("survival", "--kills 1", {"CLIENTS": 2, "TOKENS": 64}),
+    ("survival", "--kills 1 --engines 2", {"CLIENTS": 2, "TOKENS": 64, "serving": serving}),
     (
         "tuning",
         "--rounds 1",
         {"tune": write_tuning, "LIMITS": ONE_ROW, "SIZES": (1,), "PROMPTS": (20,), "ANSWER": 4},
+    ),
+    (
+        "upgrade",
+        "--instances 1 --grace 0.1",
+        {"serving": serving, "survival.CLIENTS": 2, "survival.TOKENS": 64},
     ),
     ("training", "", {"REPEATS": 1, "TRAINING": SMALL}),
     ("training", "--fp8 1 --rows 2", {"RUNS": {"bfloat16": RUNS["bfloat16"]}, "PAIRS": (), "TRAINING": SMALL}),
@@ -133,7 +164,6 @@ ELSEWHERE = {
     "request_trace": "starts three servers; tests/router/test_router.py has its collector",
     "soak": "tests/dsv3/server/test_soak_benchmark.py",
     "to_gguf": "needs gguf",
-    "upgrade": "tests/router/test_canary.py goes the same way with engines that compute nothing",
     "toolchains": "tests/benchmarks/test_toolchains.py",
 }
 
@@ -148,7 +178,7 @@ def test_the_command_runs(
 ) -> None:
     module = importlib.import_module(f"benchmarks.{name}")
     for size, value in sizes.items():
-        monkeypatch.setattr(module, size, value)
+        monkeypatch.setattr(f"{module.__name__}.{size}", value)
     monkeypatch.setattr(sys, "argv", _run(name, arguments, tmp_path))
     if name != "first_start":  # that measures a start; elsewhere programs are compiled where one is launched
         monkeypatch.setattr(Engine, "warm_up", lambda engine: None)

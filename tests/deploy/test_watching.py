@@ -31,6 +31,7 @@ def exported() -> dict[str, set[str]]:
         stats |= {f"pages_tiers_{tier}_hits": 0.0, f"pages_tiers_{tier}_loads": [0.0] * (len(metrics.LOAD_BOUNDS) + 1)}
     found = Metrics("m", tenants=Tenants([Tenant("a", b"", "")]))
     found.update(stats)
+    found.engines = lambda: [(True, stats), (False, stats)]  # independent ones
     samples = [sample for family in found.collect() for sample in family.samples]
     return {each.name: set(each.labels) for each in samples} | of_a_router()
 

@@ -160,6 +160,9 @@ def go_through(router, server, end) -> None:
     assert texts == [server.http.post(COMPLETIONS, json=body).json()["choices"][0]["text"] for body in whole]
 
 
+TRACE_URL = 'http://viewer/?panes={"query":"{trace_id}"}'
+
+
 def check_traces(split, servers, collector: Collector, body: dict) -> None:
     """Checks the trace of a request over a router and two instances, below the span of its client."""
     trace_id, parent_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -185,7 +188,7 @@ def check_traces(split, servers, collector: Collector, body: dict) -> None:
     assert 0 < found["gen_ai.latency.time_to_first_token"] < found["gen_ai.latency.e2e"]
     assert not [span for span in collector.spans if span.trace_id == "1" * 32]
     slow = servers[1].http.get("/dashboard/data").json()["slow_requests"]
-    assert {(each["id"], each["trace_id"]) for each in slow} >= {("slow", trace_id)}
+    assert {(each["id"], each["trace_url"]) for each in slow} >= {("slow", TRACE_URL.replace("{trace_id}", trace_id))}
 
 
 def test_every_answer_goes_on_when_an_instance_falls_silent_and_when_it_is_killed(dialect_dir):
@@ -193,7 +196,9 @@ def test_every_answer_goes_on_when_an_instance_falls_silent_and_when_it_is_kille
     settings = {"factory_options": {"step_s": 0.02, "transfer_address": "127.0.0.1:7000"}}
     with (
         contextlib.closing(Collector()) as collector,
-        running_servers(dialect_dir, 2, **settings, options={"otlp_traces_endpoint": collector.url}) as servers,
+        running_servers(
+            dialect_dir, 2, **settings, options={"otlp_traces_endpoint": collector.url, "trace_url": TRACE_URL}
+        ) as servers,
         routing(instances(*servers), "--health_timeout=2") as router,
         routing(
             *(f"--prefill={servers[0].url}", f"--decode={servers[1].url}", f"--otlp_traces_endpoint={collector.url}")

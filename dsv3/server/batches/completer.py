@@ -20,6 +20,7 @@ from dsv3.server.protocol.errors import ENGINE_DIED, QUEUE_FULL, ApiError, inter
 from dsv3.server.serving.handlers import KINDS
 from dsv3.server.serving.request_parsing import read
 from dsv3.server.serving.service import Service, make_client, make_service, start_engines
+from dsv3.server.serving.spans import begin_timeline, end_trace
 from dsv3.server.tenants import Tenant
 
 # A line that finds the queue full retries after the first, and then after twice as long each time, up to the last.
@@ -98,9 +99,10 @@ class ServiceCompleter:
         try:
             async with self._preparing:
                 handler = KINDS[url](self._service, body, self._tenant)
-                handler.min_priority = self._min_priority
+                handler.min_priority, handler.timeline = self._min_priority, begin_timeline(self._service)
                 await handler.prepare()
             whole = await handler.whole()
+            end_trace(self._service, handler.timeline, handler, 200)
             return Reply(200, handler.id, msgspec.Raw(whole), handler.usage.completion_tokens)
         except ApiError:
             raise

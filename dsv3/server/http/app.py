@@ -5,7 +5,6 @@ import contextlib
 import datetime
 import functools
 import re
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -46,7 +45,7 @@ from dsv3.server.serving.handler import RequestHandler
 from dsv3.server.serving.handlers import KINDS
 from dsv3.server.serving.request_parsing import read_request
 from dsv3.server.serving.service import Service
-from dsv3.server.serving.spans import end_trace
+from dsv3.server.serving.spans import begin_timeline, end_trace
 from dsv3.server.serving.timeline import RequestTimeline, server_timing
 
 
@@ -211,7 +210,7 @@ async def _generate(kind: type[RequestHandler], service: Service, http: Request)
         await unless_disconnected(http.receive, handler.prepare())
         http.scope["extensions"][SUMMARY] = handler.summary
         if timeline.trace is not None:
-            http.scope["extensions"][ENDED] = functools.partial(end_trace, service, timeline.trace, timeline, handler)
+            http.scope["extensions"][ENDED] = functools.partial(end_trace, service, timeline, handler)
         if handler.streams:
             return EventStream(handler, stack.pop_all().close)
         content = await unless_disconnected(http.receive, handler.whole())
@@ -220,13 +219,11 @@ async def _generate(kind: type[RequestHandler], service: Service, http: Request)
 
 
 def _begin_timeline(service: Service, http: Request) -> RequestTimeline:
-    """Returns the record of a request that has just come; it ends the request's trace, if there is one."""
-    extensions, began = http.scope["extensions"], time.monotonic()
-    trace = None if service.tracer is None else service.tracer.start("llm_request", http.headers, began)
-    is_shown = http.headers.get(TIMING_HEADER) == "1"
-    timeline = RequestTimeline(extensions[REQUEST_ID], is_shown=is_shown, trace=trace)
-    if trace is not None:
-        extensions[ENDED] = functools.partial(end_trace, service, trace, timeline, None)
+    """Returns the record of a request that has just come; its trace is sent when the exchange is over."""
+    extensions, is_shown = http.scope["extensions"], http.headers.get(TIMING_HEADER) == "1"
+    timeline = begin_timeline(service, extensions[REQUEST_ID], http.headers, is_shown=is_shown)
+    if timeline.trace is not None:
+        extensions[ENDED] = functools.partial(end_trace, service, timeline, None)
     return timeline
 
 

@@ -20,7 +20,7 @@ from dsv3.server.http.app import make_app
 from dsv3.server.http.exchange import OnAccess
 from dsv3.server.http.http_server import ConnectionLimit, HttpServer, certificate_of, max_admitted
 from dsv3.server.serving.service import Service
-from dsv3.server.tracing import Tracer
+from dsv3.server.tracing import make_tracer
 
 _FLUSH_S = 0.1  # delay until another API server's /metrics includes this one's counts
 _FAREWELL_S = 2.0
@@ -40,10 +40,10 @@ async def serving(service: Service, config: ServerConfig, listener: socket.socke
         )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(service.close)
-        if options.otlp_traces_endpoint is not None:
-            name, port = listener.getsockname()[:2]
-            about = {"service.instance.id": f"{name}:{port}:{os.getpid()}", "dsv3.role": config.engine.role}
-            service.tracer = Tracer(options.otlp_traces_endpoint, "dsv3", about)
+        name, port = listener.getsockname()[:2]
+        about = {"service.instance.id": f"{name}:{port}:{os.getpid()}", "dsv3.role": config.engine.role}
+        service.tracer = make_tracer(options.otlp_traces_endpoint, "dsv3", about)
+        if service.tracer is not None:
             stack.push_async_callback(service.tracer.close)
         limit = max_admitted(options.max_connections, options.api_server_count)
         on_access = _access_log() if options.access_log else None

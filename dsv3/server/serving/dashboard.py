@@ -120,9 +120,15 @@ def picture(service: Service, since: float, experts: int) -> bytes:
             "experts": expert_load_json(snapshot, experts, stats),
             "steps": [] if snapshot is None else [_step(note) for note in snapshot.steps[-MAX_STEPS_SHOWN:]],
             "series": service.history.series(since),
-            "slow_requests": service.slow_requests.since(time.time() - KEPT_S),
+            "slow_requests": [_linked(service, each) for each in service.slow_requests.since(time.time() - KEPT_S)],
         }
     )
+
+
+def _linked(service: Service, request: dict[str, Any]) -> dict[str, Any]:
+    """Returns a slow request with the address of its trace, None where the operator names no viewer."""
+    url = service.config.options.trace_url
+    return request | {"trace_url": url and url.replace("{trace_id}", request["trace_id"])}
 
 
 def list_requests(service: Service, found: RequestList) -> bytes:

@@ -299,7 +299,7 @@ class Generation:
         if output.weight_version is not None and not output.token_ids and output.finish_reason is None:
             return  # the weights have changed, between two tokens
         if output.timing is not None:
-            self.timeline.records[choice.index] = output.timing
+            self.timeline.on_record(choice.index, output.timing, choice.last_token_at)
         processed = choice.output.push(output.token_ids, output.finish_reason, output.stop_token_id)
         if self._prompt_only:
             processed = OutputUpdate([], 0, processed.finish_reason and "length")

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from dsv3.scheduler.request import MAX_PRIORITY, ExpertIds, join_routed_experts
+from dsv3.server.otlp import Span
 from dsv3.server.protocol.errors import ApiError, invalid
 from dsv3.server.protocol.openai import FinishReason, SampledRequest, Usage
 from dsv3.server.serving.generation import ChoiceUpdate, Generation, prepare_requests
@@ -29,7 +30,6 @@ from dsv3.server.serving.sampling import build_grammar, parse_constraint, sampli
 from dsv3.server.serving.service import Service
 from dsv3.server.serving.timeline import RequestTimeline
 from dsv3.server.tenants import Tenant
-from dsv3.server.tracing import Span
 from dsv3.text.call_grammar import AnswerConstraints
 from dsv3.text.deltas import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
 from dsv3.text.parser import AnswerParser

@@ -3,42 +3,52 @@
 They contain no part of a prompt or an answer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from time import monotonic, time
 
 from dsv3.scheduler.timing import RequestTiming
+from dsv3.server.otlp import Attributes, Span
 from dsv3.server.serving.handler import RequestHandler
 from dsv3.server.serving.service import Service
 from dsv3.server.serving.timeline import RequestTimeline
-from dsv3.server.tracing import Attributes, RequestTrace, Span
 
 MAX_TRACED_CHOICES = 8
 """Choices of a request whose phases are spans."""
+_SENDING_S = 0.05  # to an engine that is ready, at most
 _SAMPLING = ("temperature", "top_p", "max_tokens", "top_k", "seed", "frequency_penalty", "presence_penalty")
+_COUNTS = ("preemptions", "retractions", "drafts_proposed", "drafts_accepted")
 
 
 def request_span(handler: RequestHandler | None, timeline: RequestTimeline, status: int) -> Span:
     """Returns the span of a request whose exchange is over; `handler` is None where its request was refused."""
     end = monotonic()
-    attributes: dict = {"http.response.status_code": status, "dsv3.request_id": timeline.request_id}
+    attributes: dict = {"http.response.status_code": status}
+    if timeline.request_id:
+        attributes["dsv3.request_id"] = timeline.request_id
     if handler is None:
         return Span("llm_request", timeline.began, end, attributes, children=tuple(timeline.phases))
     attributes |= _attributes(handler, timeline, end)
-    records = sorted(timeline.records.items())[:MAX_TRACED_CHOICES]
-    phases = [span for choice, record in records for span in _engine_spans(timeline, choice, record)]
+    phases = [span for choice in sorted(timeline.records)[:MAX_TRACED_CHOICES] for span in _of_choice(timeline, choice)]
     children = [*timeline.phases, *phases, *_response_spans(timeline, end)]
     return Span("llm_request", timeline.began, end, attributes, children=tuple(children))
 
 
-def end_trace(
-    service: Service, trace: RequestTrace, timeline: RequestTimeline, handler: RequestHandler | None, status: int
-) -> None:
-    """Sends the trace of a request that is sampled, and remembers the request if it was slow."""
-    if not trace.is_recording:
+def begin_timeline(
+    service: Service, request_id: str = "", headers: Mapping[str, str] | None = None, *, is_shown: bool = False
+) -> RequestTimeline:
+    """Returns the record of a request that has just come, with a trace if that is sampled."""
+    trace = None if service.tracer is None else service.tracer.start("llm_request", headers or {})
+    is_sampled = trace is not None and trace.is_sampled
+    return RequestTimeline(request_id, is_shown=is_shown, trace=trace if is_sampled else None)
+
+
+def end_trace(service: Service, timeline: RequestTimeline, handler: RequestHandler | None, status: int) -> None:
+    """Sends the trace of a request, if it has one; the dashboard shows it if it was slow and has an id."""
+    if (trace := timeline.trace) is None:
         return
     whole = request_span(handler, timeline, status)
     trace.end(whole, f"status {status}" if status >= 500 else None)
-    if handler is not None:
+    if handler is not None and timeline.request_id:
         seconds, first = whole.stop - whole.start, timeline.first_token_at
         waited = seconds if first is None else first - whole.start
         service.slow_requests.add(time(), timeline.request_id, trace.trace_id, waited, seconds)
@@ -72,29 +82,48 @@ def _attributes(handler: RequestHandler, timeline: RequestTimeline, end: float) 
         found["gen_ai.latency.time_in_queue"] = record.queue_seconds or 0.0
         found["gen_ai.latency.time_in_model_prefill"] = seconds.get("prefill", 0.0)
         found["gen_ai.latency.time_in_model_decode"] = seconds.get("decode", 0.0)
-        for name in ("preemptions", "retractions", "drafts_proposed", "drafts_accepted"):
-            if count := sum(getattr(each, name) for each in timeline.records.values()):
-                found[f"dsv3.{name}"] = count
+        counts = [(f"dsv3.{name}", getattr(each, name)) for each in timeline.records.values() for name in _COUNTS]
+        for name, count in counts:
+            if count:
+                found[name] = found.get(name, 0) + count
     return found
+
+
+def _of_choice(timeline: RequestTimeline, choice: int) -> Iterator[Span]:
+    """Yields the phases of a choice in its engines, and the time without one: it starts, restarts or has died."""
+    without = timeline.phases[-1].stop if timeline.phases else timeline.began
+    broken_off = [found for number, found in timeline.broken_off if number == choice]
+    for i, record in enumerate([*broken_off, timeline.records[choice]]):
+        if record.began - without > _SENDING_S:
+            yield Span("engine_wait", without, record.began)
+        spans = _engine_spans(timeline, choice, record)
+        if i:
+            spans = (span._replace(events=()) for span in spans)  # the first token came of an earlier engine
+        yield from spans
+        without = record.ended_at or record.began
 
 
 def _engine_spans(timeline: RequestTimeline, choice: int, record: RequestTiming) -> Iterator[Span]:
     """Yields the phases of a choice in the engine: its chunks inside those of its prompt, tokens found by tier."""
+    about = {"dsv3.choice": choice} if len(timeline.records) > 1 else {}
+    first = record.first_token_at
     for span in timeline.engine_phases(record):
-        attributes: dict = {"dsv3.choice": choice} if len(timeline.records) > 1 else {}
         if span.name == "load":
             tiers = {f"dsv3.cached_tokens.{tier}": n for tier, n in record.cached.items() if tier != "device"}
-            yield span._replace(attributes=attributes | tiers)
+            yield span._replace(attributes=about | tiers)
         elif span.name == "prefill":
-            chunks = [Span("chunk", start, stop, {"dsv3.tokens": tokens}) for start, stop, tokens in record.chunks]
-            inside = tuple(each for each in chunks if span.start <= each.start and each.stop <= span.stop)
-            if record.device:
-                attributes["dsv3.cached_tokens.device"] = record.device
-            yield span._replace(attributes=attributes, children=inside)
+            _, begun, ended, *_ = span
+            chunks = tuple(
+                Span("chunk", start, stop, {"dsv3.tokens": tokens})
+                for start, stop, tokens in record.chunks
+                if begun <= start and stop <= ended
+            )
+            found = about | {"dsv3.cached_tokens.device": record.device} if record.device else about
+            yield Span("prefill", begun, ended, found, children=chunks)
+        elif span.name == "decode" and first is not None and span.start <= first <= span.stop:
+            yield span._replace(attributes=about, events=(("first_token", first),))
         else:
-            first = record.first_token_at
-            is_first = first is not None and span.name == "decode" and span.start <= first <= span.stop
-            yield span._replace(attributes=attributes, events=(("first_token", first),) if is_first else ())  # type: ignore[arg-type]
+            yield span._replace(attributes=about) if about else span
 
 
 def _response_spans(timeline: RequestTimeline, end: float) -> Iterator[Span]:

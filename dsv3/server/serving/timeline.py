@@ -12,27 +12,37 @@ from time import monotonic
 import msgspec
 
 from dsv3.scheduler.timing import RequestTiming
+from dsv3.server.otlp import Span
 from dsv3.server.protocol.openai import Timing
-from dsv3.server.tracing import RequestTrace, Span
+from dsv3.server.tracing import RequestTrace
 
 
 class RequestTimeline:
     """The record of one request in its API server, begun when its head has been read.
 
     `is_shown`: the client has asked for it. Only then, or for a sampled `trace`, does the engine send its `records`, by
-    choice, with the first and the last token of each.
+    choice, with the first and the last token of each. `broken_off` are records of sequences whose engine has died.
     """
 
     def __init__(self, request_id: str = "", *, is_shown: bool = False, trace: RequestTrace | None = None) -> None:
         self.request_id, self.is_shown, self.trace = request_id, is_shown, trace
-        self.is_wanted = is_shown or (trace is not None and trace.is_recording)
+        self.is_wanted = is_shown or trace is not None
         self.began = monotonic()
         self.phases: list[Span] = []
         self.records: dict[int, RequestTiming] = {}
+        self.broken_off: list[tuple[int, RequestTiming]] = []
         self.finish_reasons: list[str] = []  # of the choices, as they end
         self.detokenize_s = 0.0  # of processor time, beside the engine
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
+
+    def on_record(self, choice: int, record: RequestTiming, last_token_at: float) -> None:
+        """Records what the engine has sent of a sequence, whose tokens so far came at `last_token_at` or before."""
+        before = self.records.get(choice)
+        if before is not None and before.began != record.began:  # another engine continues it
+            before.ended_at = last_token_at
+            self.broken_off.append((choice, before))
+        self.records[choice] = record
 
     def on_choice_end(self, reason: str, last_token_at: float, detokenize_s: float) -> None:
         """Records the end of a choice."""

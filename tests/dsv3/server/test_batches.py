@@ -1,5 +1,6 @@
 """Files and batches over OpenAI's own client: states, isolation, limits, kills."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.request_trace import Collector
 from dsv3.batch.journal import Journal, model_identity, summarize_input
 from dsv3.server.batches import runner, store
 from dsv3.server.batches.store import Batch, BatchStore, Conflict, NotFound, Record, TooMany
@@ -48,8 +50,11 @@ def batch_server(model_dir, tmp_path_factory):
     keys.write_text(f"acme {ACME}\nzeta {ZETA}\noperator {OPERATOR}\n")
     keys.chmod(0o600)
     options = {"batch_dir": str(folder / "batches"), "api_key_file": str(keys)}
-    with serving.running(model_dir, options=options) as server:
-        yield server
+    with contextlib.closing(Collector()) as collector:
+        options["otlp_traces_endpoint"] = collector.url
+        with serving.running(model_dir, options=options) as server:
+            server.collector = collector
+            yield server
 
 
 @pytest.fixture
@@ -77,7 +82,7 @@ def answers(client, file_id):
     return {each["custom_id"]: each for each in map(json.loads, client.files.content(file_id).text.splitlines())}
 
 
-def test_a_batch_has_an_output_and_an_error_file(client):
+def test_a_batch_has_an_output_and_an_error_file_and_its_lines_have_traces(client, batch_server):
     lines = [line(f"q{i}", prompt=[7, 8 + i]) for i in range(20)]
     lines += [line("bad", temperature="hot"), line("long", prompt=[7] * 3000)]
     batch = run(client, lines, metadata={"night": "7"})
@@ -88,6 +93,9 @@ def test_a_batch_has_an_output_and_an_error_file(client):
     assert set(good) == {f"q{i}" for i in range(20)} and set(bad) == {"bad", "long"}
     assert all(each["response"]["status_code"] == 200 for each in good.values())
     assert good["q0"]["response"]["body"]["object"] == "text_completion"
+    spans = [span for span in batch_server.collector.trace(["llm_request"]) if span.name == "llm_request"]
+    ids = {each["response"]["body"]["id"] for each in good.values()}
+    assert spans[0].attributes["gen_ai.response.id"] in ids and spans[0].attributes["dsv3.tenant"] == "acme"
     assert {each["response"]["status_code"] for each in bad.values()} == {400}
     shown = client.files.retrieve(batch.output_file_id)
     assert shown.purpose == "batch_output" and shown.bytes == len(client.files.content(shown.id).content)

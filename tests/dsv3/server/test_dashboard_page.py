@@ -116,6 +116,12 @@ def test_texts_of_the_server_are_escaped(browser, server) -> None:
         page.get_by_text("Tokens written").wait_for()
         page.evaluate("name => { update({ ...state.data, model: name }); drawAll(true); }", name)
         assert page.locator("h1").inner_text() == name
+        slow = {"id": name, "trace_id": name, "first_token_s": 1, "trace_url": 'http://viewer/?"><script>'}
+        draw = "slow => { state.data.slow_requests = slow; const p = make('p', {}, ...slowFacts()[0]);"
+        p = page.evaluate_handle(f"{draw} document.body.append(p); return p; }}", [slow]).as_element()
+        assert p.inner_text() == f"1 s: {name}, trace{name}"
+        link = page.get_by_role("link")
+        assert link.get_attribute("href") == slow["trace_url"] and link.get_attribute("rel") == "noopener noreferrer"
         assert page.complaints == []
 
 

@@ -1,13 +1,14 @@
 """Where requests' time goes: what a client gets of it, and what an operator sees of those that run and wait."""
 
+import itertools
 import json
 import re
-import socket
 import sys
 
 import msgspec
 import pytest
 
+from benchmarks.request_trace import Collector
 from dsv3.config.server_options import ServerOptions
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import EngineOutput, EngineRequest, RequestRules, prepare
@@ -96,14 +97,27 @@ def test_engine_messages_have_no_timing_unasked():
     assert "return_timing" not in msgspec.to_builtins(prepared)
 
 
-def test_a_collector_that_does_not_answer_delays_no_request_and_no_stop(model_dir):
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with serving.running(model_dir, options={"otlp_traces_endpoint": url}) as server:
-            for _ in range(100):  # more spans than a batch
-                server.http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).raise_for_status()
-            assert server.stop() == 0
-            assert "imported opentelemetry" in server.process.stdout.read()
+def test_a_trace_shows_the_engines_death_and_a_silent_collector_delays_no_request_and_no_stop(model_dir):
+    collector = Collector()
+    options, body = {"otlp_traces_endpoint": collector.url}, {"prompt": PROMPT, "max_tokens": 300, "stream": True}
+    with serving.running(model_dir, options=options, factory_options={"step_s": 0.003, "start_s": 0.2}) as server:
+        with server.http.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as stream:
+            lines = stream.iter_lines()
+            assert [next(lines) for _ in range(9)]
+            server.engine_process().kill()
+            assert list(lines)[-2] == "data: [DONE]"
+        request, *parts = collector.trace(["llm_request", "engine_wait"])
+        parts = [part for part in parts if part.parent_id == request.span_id and part.name != "detokenize"]
+        assert [part.name for part in parts if part.name != "load"] == [
+            *("tokenize", "queue", "prefill", "decode", "engine_wait", "queue", "prefill", "decode", "write")
+        ]
+        assert all(before.stop <= after.start + 1e-3 for before, after in itertools.pairwise(parts))
+        collector.hang()
+        for _ in range(100):
+            server.http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).raise_for_status()
+        assert server.stop() == 0
+        assert "imported opentelemetry" in server.process.stdout.read()
+    collector.close()
 
 
 def test_traces_without_their_extra_name_it(monkeypatch):
@@ -112,3 +126,8 @@ def test_traces_without_their_extra_name_it(monkeypatch):
         Tracer("http://127.0.0.1:4318", "dsv3", {})
     with pytest.raises(ValueError, match="otlp_traces_endpoint: 'collector:4317' is not http://HOST:PORT"):
         ServerOptions(otlp_traces_endpoint="collector:4317")
+    for url in ("javascript:{trace_id}", "http://viewer/trace", "http://{trace_id}", "http://viewer/ {trace_id}"):
+        with pytest.raises(ValueError, match="trace_url: "):
+            ServerOptions(otlp_traces_endpoint="http://collector:4318", trace_url=url)
+    with pytest.raises(ValueError, match=r"trace_url: .* needs otlp_traces_endpoint"):
+        ServerOptions(trace_url="http://viewer/{trace_id}")

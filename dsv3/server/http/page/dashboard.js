@@ -74,7 +74,8 @@ function tierFacts() {
   return (state.data.tiers || []).map((tier) => [`${tier.name} holds`, text(bytes(tier.bytes_held))]);
 }
 function slowFacts() {
-  return (state.data.slow_requests || []).slice(0, 3).map((each) => [`${text(seconds(each.first_token_s))}: ${each.id.slice(0, 32)}, trace`, each.trace_id]);
+  const link = (each) => each.trace_url ? make("a", { href: each.trace_url, target: "_blank", rel: "noopener noreferrer" }, each.trace_id) : each.trace_id;
+  return (state.data.slow_requests || []).slice(0, 3).map((each) => [`${text(seconds(each.first_token_s))}: ${each.id.slice(0, 32)}, trace`, link(each)]);
 }
 function placeFacts() {
   return (state.data.accepted_by_place || []).map((share, i) => [`up to draft ${i + 1}`, text(percent(share))]);

@@ -1,4 +1,4 @@
-"""Queries, latents and what blocks read of DeepSeek-V4: over their root mean square, and rotated.
+"""Queries and latents of DeepSeek-V4: over their root mean square, and rotated.
 
 XLA compiles either to three kernels or more on a GPU, each of which reads the rows. The Triton kernels read them once,
 on Hopper too.
@@ -33,37 +33,6 @@ def unit_rotated_heads(
     if backend not in (Backend.MOSAIC, Backend.TRITON) or not has_jax_triton() or not x.size:
         return reference(x, cos, sin)
     return differentiable(functools.partial(_kernel, eps, backend), reference)(x, cos, sin)
-
-
-def normed_rows(
-    x: jax.Array, weight: jax.Array, layer: jax.Array | int, eps: float, *, backend: Backend | None = None
-) -> jax.Array:
-    """Returns what `rms_norm` does of `x` `[T, D]`, in one kernel on GPUs: XLA first copies the weights of the layer.
-
-    `weight` is `[L, D]`, `layer` a Python or traced integer, and `eps` is added to the mean square.
-    """
-    backend = resolve_backend(requested=with_fallback("normed_rows", backend))
-    reference = functools.partial(rms_norm, eps=eps, backend=backend)
-    arrays = x, weight, jnp.asarray(layer, jnp.int32)
-    if backend not in (Backend.MOSAIC, Backend.TRITON) or not has_jax_triton() or not x.size:
-        return reference(*arrays)
-    return differentiable(functools.partial(_rows_kernel, eps, backend), reference)(*arrays)
-
-
-def _rows_kernel(eps: float, backend: Backend, x: jax.Array, weight: jax.Array, layer: jax.Array) -> jax.Array:
-    T, width = x.shape
-    with traced_for(backend):
-        (out,) = call.start(
-            "heads.normed",
-            (x, weight, layer.reshape(1)),
-            [jax.ShapeDtypeStruct(x.shape, x.dtype)],
-            grid=(T,),
-            warps=8,
-            WIDTH=width,
-            EPS=eps,
-            BLOCK=power_of_two(width),
-        )
-    return out
 
 
 def normed_latents(

@@ -93,14 +93,22 @@ class LayerPattern(NamedTuple):
     of_ratio: tuple[int, ...]
 
     def places(self, stack: Stack, turn: Index) -> list[LayerPlace]:
-        """Returns the places of the layers of a turn."""
-        ratios, found = [ratio for ratio, *_ in self.kinds], []
-        for i, (ratio, hashed, target) in enumerate(self.kinds):
-            layer = self.first + i + turn * len(self.kinds)
-            of_ratio = self.of_ratio[i] + ratios[:i].count(ratio) + turn * ratios.count(ratio)
-            cache_layer, is_target = stack.first_cache_layer + layer, target is not None
-            found.append(LayerPlace(layer, cache_layer, ratio, of_ratio, hashed, is_target))
-        return found
+        """Returns the places of the layers of a turn. Their numbers are one unit of a schedule, and so few kernels."""
+        ratios = [ratio for ratio, *_ in self.kinds]
+
+        def number(turn: Index) -> list[tuple[Index, Index, Index]]:
+            found = []
+            for i, ratio in enumerate(ratios):
+                layer = self.first + i + turn * len(ratios)
+                of_ratio = self.of_ratio[i] + ratios[:i].count(ratio) + turn * ratios.count(ratio)
+                found.append((layer, stack.first_cache_layer + layer, of_ratio))
+            return found
+
+        numbers = number(turn) if isinstance(turn, int) else jax.jit(number)(turn)
+        return [
+            LayerPlace(*layers, ratio, of_ratio, hashed, target is not None)
+            for (*layers, of_ratio), (ratio, hashed, target) in zip(numbers, self.kinds, strict=True)
+        ]
 
 
 @functools.cache
@@ -210,8 +218,8 @@ def norm(x: jax.Array, weight: jax.Array, layer: Index, context: LayerContext) -
     return rms_norm(x, weight, layer, context.cfg.rms_norm_eps, backend=context.numerics.backend)
 
 
-def _at(x: Residual, params: MixingParams | None, place: LayerPlace, context: LayerContext) -> Block:
-    return x.at(params, place.layer, context.cfg, context.numerics.backend)
+def _at(x: Residual, params: MixingParams | None, norm: jax.Array, place: LayerPlace, context: LayerContext) -> Block:
+    return x.at(params, norm, place.layer, context.cfg, context.numerics.backend)
 
 
 def _read(block: Block, weight: jax.Array, place: LayerPlace, context: LayerContext) -> jax.Array:
@@ -236,7 +244,7 @@ def attention_block(
 def queries(stack: Stack, place: LayerPlace, context: LayerContext, x: Residual) -> tuple[Block, Any]:
     """Computes the norm and the projections before the attention core; also returns the residual at their place."""
     layers = stack.layers
-    block = _at(x, layers.attention_mixing, place, context)
+    block = _at(x, layers.attention_mixing, layers.input_norm, place, context)
     normed = _read(block, layers.input_norm, place, context)
     return block, context.attention.project(normed, layers.attention, place, context.numerics)
 
@@ -251,7 +259,8 @@ def core(stack: Stack, place: LayerPlace, context: LayerContext, tokens: Any, st
 def output(stack: Stack, place: LayerPlace, context: LayerContext, block: Block, heads: jax.Array) -> Block:
     """Returns the residual after the output projection of `heads` `[T, H, V]`, at the next block's place."""
     out = context.attention.output(heads, stack.layers.attention, place, context.numerics)
-    return _at(block.write(context.routed.shards.sum(out)), stack.layers.moe_mixing, place, context)
+    x, layers = block.write(context.routed.shards.sum(out)), stack.layers
+    return _at(x, layers.moe_mixing, layers.post_norm, place, context)
 
 
 @jax.named_scope("router")

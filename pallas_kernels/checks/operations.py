@@ -151,7 +151,6 @@ OPERATIONS = {
     "read_streams": CheckedOperation(_GPUS, rows.read_streams_cases),
     "write_streams": CheckedOperation(_GPUS, rows.write_streams_cases),
     "unit_rotated_heads": CheckedOperation(_GPUS, rows.unit_rotated_heads_cases),
-    "normed_rows": CheckedOperation(_GPUS, rows.normed_rows_cases),
     "normed_latents": CheckedOperation(_GPUS, rows.normed_latents_cases),
     "multicast": CheckedOperation(_HOPPER, multicast_cases),
     "combine_splits": CheckedOperation(_HOPPER, combine_splits_cases),

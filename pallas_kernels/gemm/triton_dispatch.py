@@ -43,13 +43,13 @@ def contiguous(x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dty
     return _product(gpu, tile, tiles_m, x[:, None], x_scale, w, w_scale, layout, group_offset, out)[0]
 
 
-def heads(x, w, first_group, transposed: bool) -> jax.Array:
-    """Multiplies each head of x [M, H, K] with its w [G, N, K], or transposed [G, K, N]."""
+def heads(x, w, layer, transposed: bool) -> jax.Array:
+    """Multiplies each head of x [M, H, K] with its w [L * H, N, K], or transposed [L * H, K, N]."""
     (m, h, _), n, gpu = x.shape, w.shape[2 if transposed else 1], traced_gpu()
     tile = product_tile(gpu, invariance.planned_rows(m), x.dtype.itemsize)
     out = jax.ShapeDtypeStruct((1, m, h, n), x.dtype)
     return _product(
-        gpu, tile, _count(m, tile.rows), x, None, w, None, None, first_group, out, transposed=transposed
+        gpu, tile, _count(m, tile.rows), x, None, w, None, None, layer, out, transposed=transposed
     )[0]  # fmt: skip
 
 

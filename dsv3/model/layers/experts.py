@@ -136,7 +136,7 @@ def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLay
 
 
 def _aligned_fp8(x: jax.Array | Quantized | Lines, token: jax.Array, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
-    """Returns rows `token` of x as e4m3 `[A, D]` and their scales `[ceil(D/128), A]`, zeros for those out of range."""
+    """Returns rows `token` of x as e4m3 `[A, D]` and their scales `[ceil(D/128), A]`; any for those out of range."""
     values: jax.Array | Lines
     if isinstance(x, Lines):
         values, scale = x, x.array(1).T
@@ -144,11 +144,11 @@ def _aligned_fp8(x: jax.Array | Quantized | Lines, token: jax.Array, numerics: N
         values, scale = x.values, x.scale.T
     else:
         values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
-    return _gather(values, token), scale.at[:, token].get(mode="fill", fill_value=0)
+    return _gather(values, token), scale.at[:, token].get(mode="clip")
 
 
 def _gather(x: jax.Array | Lines, token: jax.Array) -> jax.Array:
-    return x.gather(token) if isinstance(x, Lines) else x.at[token].get(mode="fill", fill_value=0)
+    return x.gather(token) if isinstance(x, Lines) else x.at[token].get(mode="clip")
 
 
 @jax.named_scope("experts")

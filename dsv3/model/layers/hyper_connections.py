@@ -19,7 +19,6 @@ from dsv3.config.model import HyperConnections, ModelConfig
 from dsv3.model.layers.linear import Index
 from dsv3.model.params import MixingParams
 from pallas_kernels.backend import Backend, resolve_backend
-from pallas_kernels.heads import normed_rows
 from pallas_kernels.mixing import read_streams, stream_logits, weighted_sum, write_streams
 from pallas_kernels.rows import rms_norm
 
@@ -31,7 +30,9 @@ class OneStream:
 
     stream: jax.Array  # [T, D]
 
-    def at(self, params: MixingParams | None, layer: Index, cfg: ModelConfig, backend: Backend | None) -> "OneStream":
+    def at(
+        self, params: MixingParams | None, norm: jax.Array, layer: Index, cfg: ModelConfig, backend: Backend | None
+    ) -> "OneStream":
         """Returns the stream at the place of a block."""
         return self
 
@@ -62,13 +63,13 @@ class Streams:
 
     @jax.named_scope("mixing")
     def at(
-        self, params: MixingParams | None, layer: Index, cfg: ModelConfig, backend: Backend | None
+        self, params: MixingParams | None, norm: jax.Array, layer: Index, cfg: ModelConfig, backend: Backend | None
     ) -> "MixedStreams":
-        """Returns the streams at the place of a block, whose mixing is layer `layer` of `params`."""
+        """Returns the streams at the place of a block: its mixing and norm are layer `layer` of `params` and `norm`."""
         assert params is not None  # every place has its own
         hyper = hyper_of(cfg)
         how: dict[str, Any] = {"iterations": hyper.sinkhorn_iterations, "eps": hyper.eps, "norm_eps": cfg.rms_norm_eps}
-        arrays = self.streams, params.weight, params.base, params.scale
+        arrays = self.streams, params.weight, params.base, params.scale, norm
         found = read_streams(*arrays, layer, **how, backend=backend)
         return MixedStreams(self.streams, *found, self.means, backend)
 
@@ -96,18 +97,15 @@ class MixedStreams:
     """Several streams at the place of a block, between what it reads and what it writes."""
 
     streams: jax.Array  # [T, n, D]
-    collapsed: jax.Array  # [T, D]
+    normed: jax.Array  # [T, D]
     post: jax.Array  # [T, n] float32
     between: jax.Array  # [T, n, n] float32: from stream j, the second axis, to stream k, the third
     means: tuple[jax.Array, ...]
     backend: Backend | None = dataclasses.field(metadata={"static": True})
 
     def read(self, weight: jax.Array, layer: Index, eps: float, backend: Backend | None) -> jax.Array:
-        """Returns what the block works on, `[T, D]`, normed by layer `layer` of `weight` `[L, D]`.
-
-        It comes from a kernel, so that XLA could fuse the norm with nothing before it.
-        """
-        return normed_rows(self.collapsed, weight, layer, eps, backend=backend)
+        """Returns what the block works on, `[T, D]`, which was normed where it was read."""
+        return self.normed
 
     @jax.named_scope("mixing")
     def write(self, *parts: jax.Array) -> Streams:

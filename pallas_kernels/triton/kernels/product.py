@@ -15,13 +15,13 @@ def product(
 ):  # fmt: skip
     """Multiplies a tile of x [rows, HEADS, K] with the weight of its group, w [groups, N, K] or transposed [_, K, N].
 
-    The group is `first_group`, plus the head, plus that of the tile where TILE_ROWS is above 0 (-1: nothing to do).
+    The group is HEADS times `first_group`, plus the head, plus that of the tile where TILE_ROWS is above 0 (-1: nothing to do).
     SCALED operands are e4m3 with scales [K / 128, rows] and [groups, N / 128, K / 128]; with BYTES they are
     bytes, widened here. The result is [SPLITS, rows, HEADS, N], one per part of K.
     """
     split, head = tl.program_id(1), tl.program_id(2)
     tile_m, tile_n = _tile(tl.program_id(0), N, BLOCK_M, BLOCK_N, BAND)
-    group = tl.load(first_group_ptr) + head
+    group = tl.load(first_group_ptr) * HEADS + head
     end = rows
     if TILE_ROWS > 0:
         # A kernel tile lies in one tile of the layout, or covers it if that has fewer rows than a product.

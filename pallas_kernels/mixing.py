@@ -16,6 +16,8 @@ from jax import lax
 from pallas_kernels import dense, invariance
 from pallas_kernels.backend import Backend, has_jax_triton, resolve_backend, with_fallback
 from pallas_kernels.dsa.triton_ops import traced_for
+from pallas_kernels.fp8 import quantize_1x128
+from pallas_kernels.heads import quantization, quantized_shapes, quantizes_rows
 from pallas_kernels.rows import differentiable, rms_norm
 from pallas_kernels.triton import call
 from pallas_kernels.triton.tiles import power_of_two
@@ -32,6 +34,7 @@ class StreamsRead(NamedTuple):
     normed: jax.Array  # [T, D]
     post: jax.Array  # [T, n] float32
     between: jax.Array  # [T, n, n] float32: from stream j, the second axis, to stream k, the third
+    quantized: tuple[jax.Array, jax.Array] | None = None  # what `fp8.quantize_1x128` gives of `normed`
 
 
 def read_streams(
@@ -45,6 +48,7 @@ def read_streams(
     iterations: int,
     eps: float,
     norm_eps: float,
+    ue8m0: bool | None = None,
     backend: Backend | None = None,
 ) -> StreamsRead:
     """Returns what a block reads, over its root mean square, and how it writes.
@@ -58,6 +62,7 @@ def read_streams(
       iterations: of Sinkhorn's algorithm, which makes `between` doubly stochastic.
       eps: added to the weights of what is read, and in the algorithm's quotients.
       norm_eps: added to the mean squares of all streams of a token and of what is read.
+      ue8m0: of the scales, if what is read is quantized too. It has no gradient then.
       backend: implementation; None selects by device.
     """
     backend = resolve_backend(requested=with_fallback("read_streams", backend))
@@ -65,8 +70,14 @@ def read_streams(
     reference: Callable[..., StreamsRead] = functools.partial(_read_reference, backend=backend, **how)
     arrays = streams, weight, base, scale, norm, jnp.asarray(layer, jnp.int32)
     if not _takes(streams, backend):
-        return reference(*arrays)
-    return differentiable(functools.partial(_read_kernels, backend=backend, **how), reference)(*arrays)
+        found = reference(*arrays)
+    elif ue8m0 is not None and quantizes_rows(streams.shape[2], backend):
+        return _read_kernels(*arrays, backend=backend, ue8m0=ue8m0, **how)
+    else:
+        found = differentiable(functools.partial(_read_kernels, backend=backend, **how), reference)(*arrays)
+    if ue8m0 is None:
+        return found
+    return found._replace(quantized=quantize_1x128(found.normed, ue8m0=ue8m0, backend=backend))
 
 
 def write_streams(
@@ -163,6 +174,7 @@ def _read_kernels(
     eps: float,
     norm_eps: float,
     backend: Backend,
+    ue8m0: bool | None = None,
 ) -> StreamsRead:
     (T, n, D), outputs = streams.shape, weight.shape[1]
     layer, columns, rows = layer.reshape(1), power_of_two(outputs + 1), 16 if invariance.planned_rows(T) <= 1024 else 32
@@ -181,13 +193,14 @@ def _read_kernels(
             BLOCK_N=columns,
             BLOCK_K=_DEPTH,
         )
-        found = call.start(
+        normed, post, between, *quantized = call.start(
             "mixing.read",
             (streams, sums, base, scale, norm, layer),
             [
                 jax.ShapeDtypeStruct((T, D), streams.dtype),
-                jax.ShapeDtypeStruct((T, n), jnp.float32),
-                jax.ShapeDtypeStruct((T, n, n), jnp.float32),
+                _float32(T, n),
+                _float32(T, n, n),
+                *quantized_shapes(T, D, ue8m0),
             ],
             grid=(T,),
             warps=8,
@@ -199,9 +212,14 @@ def _read_kernels(
             NORM_EPS=norm_eps,
             PARTS=_PARTS,
             COLUMNS=columns,
+            **quantization(ue8m0),
             BLOCK=power_of_two(D),
         )
-    return StreamsRead(*found)
+    return StreamsRead(normed, post, between, None if ue8m0 is None else tuple(quantized))
+
+
+def _float32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def _write_reference(streams: jax.Array, post: jax.Array, between: jax.Array, *parts: jax.Array) -> jax.Array:

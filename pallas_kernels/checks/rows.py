@@ -134,7 +134,7 @@ def normed_latents_cases(backend: Backend, quick: bool) -> Iterator[Case]:
         yield _row_case(
             f"{m} x ({query} + {width}), {turned} rotated",
             lambda x, w, i, backend, q=query, n=turned: jnp.concatenate(
-                normed_latents(x, w[:, :q], w[:, q:], i, *_angles(len(x), n), _EPSILON, backend=backend), axis=1
+                normed_latents(x, w[:, :q], w[:, q:], i, *_angles(len(x), n), _EPSILON, backend=backend)[:2], axis=1
             ),
             (m, query + width),
             query + width,
@@ -181,7 +181,8 @@ def streams_case(which: str, tokens: int, width: int) -> Case:
             parts = given["post"], given["between"], given["first"], given["second"]
             return {"streams": write_streams(given["streams"], *parts, backend=backend)}
         how: dict[str, Any] = {"layer": i % layers, "iterations": 20, "eps": _EPSILON, "norm_eps": _EPSILON}
-        return read_streams(**given, **how, backend=backend)._asdict()
+        found = read_streams(**given, **how, backend=backend)
+        return {"normed": found.normed, "post": found.post, "between": found.between}
 
     tolerance = {"normed": BFLOAT16, "post": FLOAT32, "between": FLOAT32, "streams": BFLOAT16}
     named = ("streams",) if which == "write" else ("normed", "post", "between")

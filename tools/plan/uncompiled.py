@@ -6,6 +6,7 @@ memory, which compilers say, is assumed.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dsv3.config.device_rates import LAUNCH_S
 from dsv3.config.model import ModelConfig
@@ -171,7 +172,7 @@ def bucket_seconds(planned: PlannedModel, phase: Phase, size: int, keys: int) ->
     Where rows have drafts, it is the time of a step per token that it gives a row in the mean.
     """
     context = max(1, 2 * keys if phase == "prefill" else keys)  # prefill's tokens attend to half of a prompt
-    given: dict[str, int] = {"prefill_tokens" if phase == "prefill" else "decode_requests": size}
+    given: dict[str, Any] = {"prefill_tokens" if phase == "prefill" else "decode_requests": size}
     deployment = dataclasses.replace(planned.deployment, context_length=context, prefix_hit_rate=0.0, **given)
     step = step_estimate(dataclasses.replace(planned, deployment=deployment), phase)
     return step.seconds / step.tokens_per_row

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import HyperConnections, ModelConfig
-from dsv3.model.layers.linear import Index
+from dsv3.model.layers.linear import Index, QuantizedRows, Rows
 from dsv3.model.params import MixingParams
 from pallas_kernels.backend import Backend, resolve_backend
 from pallas_kernels.mixing import read_streams, stream_logits, weighted_sum, write_streams
@@ -31,7 +31,13 @@ class OneStream:
     stream: jax.Array  # [T, D]
 
     def at(
-        self, params: MixingParams | None, norm: jax.Array, layer: Index, cfg: ModelConfig, backend: Backend | None
+        self,
+        params: MixingParams | None,
+        norm: jax.Array,
+        layer: Index,
+        cfg: ModelConfig,
+        backend: Backend | None,
+        ue8m0: bool | None = None,
     ) -> "OneStream":
         """Returns the stream at the place of a block."""
         return self
@@ -63,15 +69,25 @@ class Streams:
 
     @jax.named_scope("mixing")
     def at(
-        self, params: MixingParams | None, norm: jax.Array, layer: Index, cfg: ModelConfig, backend: Backend | None
+        self,
+        params: MixingParams | None,
+        norm: jax.Array,
+        layer: Index,
+        cfg: ModelConfig,
+        backend: Backend | None,
+        ue8m0: bool | None = None,
     ) -> "MixedStreams":
-        """Returns the streams at the place of a block: its mixing and norm are layer `layer` of `params` and `norm`."""
+        """Returns the streams at the place of a block: its mixing and norm are layer `layer` of `params` and `norm`.
+
+        With `ue8m0` what the block reads is quantized too, with scales of that kind.
+        """
         assert params is not None  # every place has its own
         hyper = hyper_of(cfg)
         how: dict[str, Any] = {"iterations": hyper.sinkhorn_iterations, "eps": hyper.eps, "norm_eps": cfg.rms_norm_eps}
         arrays = self.streams, params.weight, params.base, params.scale, norm
-        found = read_streams(*arrays, layer, **how, backend=backend)
-        return MixedStreams(self.streams, *found, self.means, backend)
+        found = read_streams(*arrays, layer, **how, ue8m0=ue8m0, backend=backend)
+        normed = found.normed if found.quantized is None else QuantizedRows(found.normed, *found.quantized)
+        return MixedStreams(self.streams, normed, found.post, found.between, self.means, backend)
 
     @jax.named_scope("mixing")
     def end(self, params: MixingParams | None, cfg: ModelConfig, backend: Backend | None) -> jax.Array:
@@ -97,13 +113,13 @@ class MixedStreams:
     """Several streams at the place of a block, between what it reads and what it writes."""
 
     streams: jax.Array  # [T, n, D]
-    normed: jax.Array  # [T, D]
+    normed: Rows  # [T, D]
     post: jax.Array  # [T, n] float32
     between: jax.Array  # [T, n, n] float32: from stream j, the second axis, to stream k, the third
     means: tuple[jax.Array, ...]
     backend: Backend | None = dataclasses.field(metadata={"static": True})
 
-    def read(self, weight: jax.Array, layer: Index, eps: float, backend: Backend | None) -> jax.Array:
+    def read(self, weight: jax.Array, layer: Index, eps: float, backend: Backend | None) -> Rows:
         """Returns what the block works on, `[T, D]`, which was normed where it was read."""
         return self.normed
 

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.triton.kernels.heads import normed
+from pallas_kernels.triton.kernels.quantize import store_quantized
 
 
 @triton.jit
@@ -37,13 +38,16 @@ def product(
 @triton.jit
 def read(
     streams_ptr, sums_ptr, base_ptr, scale_ptr, norm_ptr, layer_ptr, rows, normed_ptr, post_ptr, between_ptr,
+    values_ptr, value_scale_ptr,
     STREAMS: tl.constexpr, WIDTH: tl.constexpr, ITERATIONS: tl.constexpr, EPS: tl.constexpr, NORM_EPS: tl.constexpr,
-    PARTS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, COLUMNS: tl.constexpr, QUANTIZED: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    FLOOR: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Adds streams [rows, STREAMS, WIDTH] up and norms the sum by layer `layer` of its norm: normed [rows, WIDTH].
 
     A program does a row. The weights come from sums [PARTS, rows, COLUMNS] of `product`, and `base` and `scale` of the
-    layer. It also makes post [rows, STREAMS] and between [rows, STREAMS, STREAMS], in registers.
+    layer. It also makes post [rows, STREAMS] and between [rows, STREAMS, STREAMS], in registers. QUANTIZED: also e4m3
+    values of what is normed, and scales [WIDTH / 128, rows].
     """
     row, outputs = tl.program_id(0).to(tl.int64), STREAMS * (STREAMS + 2)
     layer = tl.load(layer_ptr).to(tl.int64)
@@ -64,6 +68,8 @@ def read(
     factor_of_sum = 1.0 / tl.sqrt(tl.sum(collapsed * collapsed, 0) / WIDTH + NORM_EPS)
     out = normed(collapsed, factor_of_sum, norm_ptr + layer * WIDTH, column, here, kind)
     tl.store(normed_ptr + row * WIDTH + column, out.to(kind), mask=here)
+    if QUANTIZED:
+        store_quantized(out, values_ptr, value_scale_ptr, row, rows, WIDTH, POWER_OF_TWO, FLOOR, MAX, BLOCK)
 
     stream = tl.arange(0, STREAMS)
     logits = tl.sum(tl.load(part[:, None] + STREAMS + stream[None, :]), 0) * factor

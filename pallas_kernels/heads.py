@@ -119,7 +119,7 @@ def _latents_kernel(
     shapes = [jax.ShapeDtypeStruct((len(down), width), down.dtype) for width in widths]
     fp8 = quantized_shapes(len(down), widths[0], ue8m0)
     with traced_for(backend):
-        query, latent, *quantized = call.start(
+        query, latent, values, scale = call.start(
             "heads.normed_latents",
             (down, query_norm, norm, layer.reshape(1), cos, sin),
             (*shapes, *fp8),
@@ -132,7 +132,7 @@ def _latents_kernel(
             BLOCK_Q=power_of_two(widths[0]),
             BLOCK=power_of_two(widths[1]),
         )
-    return NormedLatents(query, latent, None if ue8m0 is None else tuple(quantized))
+    return NormedLatents(query, latent, None if ue8m0 is None else (values, scale))
 
 
 def quantized_shapes(rows: int, width: int, ue8m0: bool | None) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:

@@ -193,7 +193,7 @@ def _read_kernels(
             BLOCK_N=columns,
             BLOCK_K=_DEPTH,
         )
-        normed, post, between, *quantized = call.start(
+        normed, post, between, values, scales = call.start(
             "mixing.read",
             (streams, sums, base, scale, norm, layer),
             [
@@ -215,7 +215,7 @@ def _read_kernels(
             **quantization(ue8m0),
             BLOCK=power_of_two(D),
         )
-    return StreamsRead(normed, post, between, None if ue8m0 is None else tuple(quantized))
+    return StreamsRead(normed, post, between, None if ue8m0 is None else (values, scales))
 
 
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:

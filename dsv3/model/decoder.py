@@ -13,7 +13,7 @@ from dsv3.model.layers.attention import Attention, LayerPlace
 from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, RoutedExperts, RouterStats
 from dsv3.model.layers.hyper_connections import Block, Residual, Streams
 from dsv3.model.layers.linear import Index, Numerics, Rows, layer_slice, mlp, plain_rows
-from dsv3.model.layers.router import Routing, id_dtype, replay, route, route_by_token, router_logits
+from dsv3.model.layers.router import Routing, id_dtype, masked, replay, route, route_by_token, router_logits
 from dsv3.model.params import Fp8Weight, LayerParams, MixingParams, MoeParams, Params
 from dsv3.model.vocabulary import lookup
 from pallas_kernels import dense
@@ -274,15 +274,16 @@ def choose_experts(stack: Stack, place: LayerPlace, context: LayerContext, norme
     """Selects the experts of each row of `normed` `[T, D]`; ids are -1 in padding rows."""
     moe, cfg, backend = stack.moe, context.cfg, context.numerics.backend
     logits = router_logits(plain_rows(normed), moe.router, place.layer, backend)
+    given = place.hashed or context.replayed is not None
     if place.hashed:
         assert context.tokens is not None  # of every model with such layers
         routing = route_by_token(cfg, logits, layer_slice(moe.by_token, place.layer), context.tokens)
     else:
         hashed = 0 if moe.by_token is None else len(moe.by_token)
-        routing = route(cfg, logits, moe.router_bias, backend, place.layer, hashed)
+        routing = route(cfg, logits, moe.router_bias, backend, place.layer, hashed, None if given else context.valid)
     if context.replayed is not None:
         routing = replay(cfg, logits, routing, layer_slice(context.replayed, place.layer))
-    return routing._replace(ids=jnp.where(context.valid[:, None], routing.ids, -1))
+    return masked(routing, context.valid) if given else routing
 
 
 @jax.named_scope("shared_expert")

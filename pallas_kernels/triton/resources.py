@@ -24,6 +24,7 @@ _POINTERS = {
     "int32": "*i32",
     "uint32": "*u32",
     "uint8": "*u8",
+    "bool": "*i1",
 }
 _TOOL_SECONDS = 60
 

@@ -30,7 +30,7 @@ OPERATIONS = frozenset(
         *("choose_experts", "weighted_experts"),
         *("rms_norm", "swiglu", "rotate_heads", "latent_rows"),
         *("read_streams", "write_streams", "unit_rotated_heads"),
-        *("normed_latents", "normed_rows"),
+        "normed_latents",
     )
 )
 """The operations that have kernels, by name. Data between operations has one layout on every

@@ -114,16 +114,14 @@ def head_gemm(
     _check_heads(x, w, transposed, carried)
     chosen = plain_backend("head_gemm", x.dtype, x.shape[0], backend)
     if carried and chosen is Backend.MOSAIC:
-        first = jnp.asarray(layer, jnp.int32) * w.shape[1]
-        return dispatch.heads(x, w.reshape(-1, *w.shape[2:]), first, transposed, carried=carried)
+        return dispatch.heads(x, w.reshape(-1, *w.shape[2:]), layer, transposed, carried=carried)
     if carried:
         product = head_gemm(x[..., :-carried], w, layer, transposed=transposed, backend=backend)
         return jnp.concatenate([product, x[..., -carried:]], axis=-1)
     if chosen is Backend.NATIVE:
         return native.head_product(x, w, layer, transposed)
     if chosen in KERNELS:
-        first = jnp.asarray(layer, jnp.int32) * w.shape[1]
-        return KERNELS[chosen].heads(x, w.reshape(-1, *w.shape[2:]), first, transposed)
+        return KERNELS[chosen].heads(x, w.reshape(-1, *w.shape[2:]), layer, transposed)
     # XLA:CPU sums some batched products of bfloat16 in bfloat16, and supports no float32 result outside of jit.
     x32, w32 = (v.astype(jnp.float32) for v in (x, lax.dynamic_index_in_dim(w, layer, keepdims=False)))
     return jnp.einsum("mhk,hkn->mhn" if transposed else "mhk,hnk->mhn", x32, w32).astype(x.dtype)

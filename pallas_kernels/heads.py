@@ -1,20 +1,31 @@
-"""Queries, latents and what blocks read of DeepSeek-V4: over their root mean square, and rotated.
+"""Queries and latents of DeepSeek-V4: over their root mean square, and rotated.
 
 XLA compiles either to three kernels or more on a GPU, each of which reads the rows. The Triton kernels read them once,
 on Hopper too.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backend import Backend, has_jax_triton, resolve_backend, with_fallback
+from pallas_kernels.backend import Backend, has_jax_triton, resolve_backend, traced_gpu, with_fallback
 from pallas_kernels.dsa.triton_ops import traced_for
+from pallas_kernels.float8 import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX
+from pallas_kernels.fp8 import quantize_1x128
 from pallas_kernels.rows import differentiable, rms_norm, rotate_heads
 from pallas_kernels.triton import call
 from pallas_kernels.triton.tiles import power_of_two
+
+
+class NormedLatents(NamedTuple):
+    """Query latents `[T, Q]` and latents `[T, d]`, normed, and what `fp8.quantize_1x128` gives of the former."""
+
+    query: jax.Array
+    latent: jax.Array
+    quantized: tuple[jax.Array, jax.Array] | None = None
 
 
 def unit_rotated_heads(
@@ -35,37 +46,6 @@ def unit_rotated_heads(
     return differentiable(functools.partial(_kernel, eps, backend), reference)(x, cos, sin)
 
 
-def normed_rows(
-    x: jax.Array, weight: jax.Array, layer: jax.Array | int, eps: float, *, backend: Backend | None = None
-) -> jax.Array:
-    """Returns what `rms_norm` does of `x` `[T, D]`, in one kernel on GPUs: XLA first copies the weights of the layer.
-
-    `weight` is `[L, D]`, `layer` a Python or traced integer, and `eps` is added to the mean square.
-    """
-    backend = resolve_backend(requested=with_fallback("normed_rows", backend))
-    reference = functools.partial(rms_norm, eps=eps, backend=backend)
-    arrays = x, weight, jnp.asarray(layer, jnp.int32)
-    if backend not in (Backend.MOSAIC, Backend.TRITON) or not has_jax_triton() or not x.size:
-        return reference(*arrays)
-    return differentiable(functools.partial(_rows_kernel, eps, backend), reference)(*arrays)
-
-
-def _rows_kernel(eps: float, backend: Backend, x: jax.Array, weight: jax.Array, layer: jax.Array) -> jax.Array:
-    T, width = x.shape
-    with traced_for(backend):
-        (out,) = call.start(
-            "heads.normed",
-            (x, weight, layer.reshape(1)),
-            [jax.ShapeDtypeStruct(x.shape, x.dtype)],
-            grid=(T,),
-            warps=8,
-            WIDTH=width,
-            EPS=eps,
-            BLOCK=power_of_two(width),
-        )
-    return out
-
-
 def normed_latents(
     down: jax.Array,
     query_norm: jax.Array,
@@ -75,8 +55,9 @@ def normed_latents(
     sin: jax.Array,
     eps: float,
     *,
+    ue8m0: bool | None = None,
     backend: Backend | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> NormedLatents:
     """Returns query latents `[T, Q]`, and latents `[T, d]` rotated as by `rotate_heads`, both normed as by `rms_norm`.
 
     Args:
@@ -85,14 +66,27 @@ def normed_latents(
       layer: Python or traced integer.
       cos, sin: [T, P / 2] float32, for the last P values of a latent.
       eps: added to the mean squares.
+      ue8m0: of the scales, if query latents are quantized too. They have no gradient then.
       backend: implementation; None selects by device.
     """
     backend = resolve_backend(requested=with_fallback("normed_latents", backend))
     reference = functools.partial(_latents_reference, eps, backend)
     arrays = down, query_norm, norm, jnp.asarray(layer, jnp.int32), cos, sin
     if backend not in (Backend.MOSAIC, Backend.TRITON) or not has_jax_triton() or not down.size:
-        return reference(*arrays)
-    return differentiable(functools.partial(_latents_kernel, eps, backend), reference)(*arrays)
+        found = reference(*arrays)
+    elif ue8m0 is not None and quantizes_rows(query_norm.shape[1], backend):
+        return _latents_kernel(eps, backend, *arrays, ue8m0=ue8m0)
+    else:
+        found = differentiable(functools.partial(_latents_kernel, eps, backend), reference)(*arrays)
+    if ue8m0 is None:
+        return found
+    return found._replace(quantized=quantize_1x128(found.query, ue8m0=ue8m0, backend=backend))
+
+
+def quantizes_rows(width: int, backend: Backend) -> bool:
+    """Returns whether kernels that make rows of this width quantize them, too."""
+    with traced_for(backend):
+        return traced_gpu().fp8 and width % BLOCK == 0
 
 
 def _latents_reference(
@@ -104,10 +98,10 @@ def _latents_reference(
     layer: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+) -> NormedLatents:
     latent = rms_norm(down[:, -norm.shape[1] :], norm, layer, eps, backend=backend)
     turned = rotate_heads(latent[:, None], cos, sin, backend=backend)[:, 0]
-    return rms_norm(down, query_norm, layer, eps, backend=backend), turned
+    return NormedLatents(rms_norm(down, query_norm, layer, eps, backend=backend), turned)
 
 
 def _latents_kernel(
@@ -119,22 +113,40 @@ def _latents_kernel(
     layer: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    ue8m0: bool | None = None,
+) -> NormedLatents:
     widths = query_norm.shape[1], norm.shape[1]
+    shapes = [jax.ShapeDtypeStruct((len(down), width), down.dtype) for width in widths]
+    fp8 = quantized_shapes(len(down), widths[0], ue8m0)
     with traced_for(backend):
-        query, latent = call.start(
+        query, latent, values, scale = call.start(
             "heads.normed_latents",
             (down, query_norm, norm, layer.reshape(1), cos, sin),
-            [jax.ShapeDtypeStruct((len(down), width), down.dtype) for width in widths],
+            (*shapes, *fp8),
             grid=(len(down), 2),
             QUERY=widths[0],
             WIDTH=widths[1],
             ROTATED=2 * cos.shape[1],
             EPS=eps,
+            **quantization(ue8m0),
             BLOCK_Q=power_of_two(widths[0]),
             BLOCK=power_of_two(widths[1]),
         )
-    return query, latent
+    return NormedLatents(query, latent, None if ue8m0 is None else (values, scale))
+
+
+def quantized_shapes(rows: int, width: int, ue8m0: bool | None) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Returns the shapes of values and scales of rows, of one element each where a kernel does not quantize."""
+    values, scale = ((rows, width), (width // BLOCK, rows)) if ue8m0 is not None else ((1,), (1,))
+    return jax.ShapeDtypeStruct(values, E4M3 if ue8m0 is not None else jnp.uint8), jax.ShapeDtypeStruct(
+        scale, jnp.float32
+    )
+
+
+def quantization(ue8m0: bool | None) -> dict[str, Any]:
+    """Returns the arguments of a kernel that quantizes rows, unless `ue8m0` is None."""
+    how = {"QUANTIZED": ue8m0 is not None, "POWER_OF_TWO": bool(ue8m0)}
+    return {**how, "FLOOR": AMAX_FLOOR, "MAX": E4M3_MAX}
 
 
 def _reference(eps: float, backend: Backend, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -16,22 +16,25 @@ from jax import lax
 from pallas_kernels import dense, invariance
 from pallas_kernels.backend import Backend, has_jax_triton, resolve_backend, with_fallback
 from pallas_kernels.dsa.triton_ops import traced_for
-from pallas_kernels.rows import differentiable
+from pallas_kernels.fp8 import quantize_1x128
+from pallas_kernels.heads import quantization, quantized_shapes, quantizes_rows
+from pallas_kernels.rows import differentiable, rms_norm
 from pallas_kernels.triton import call
 from pallas_kernels.triton.tiles import power_of_two
 
 _PARTS = 16
 """Parts of a row's product with the weights. They are the same for any number of rows, and so are a row's sums."""
 _DEPTH = 64  # of a row at once
-_COLUMNS = 1024  # of a program that adds streams up
+_COLUMNS = 1024  # of a program that writes streams
 
 
 class StreamsRead(NamedTuple):
     """What a block reads, how its result is added to each of n streams, and how they change places."""
 
-    collapsed: jax.Array  # [T, D]
+    normed: jax.Array  # [T, D]
     post: jax.Array  # [T, n] float32
     between: jax.Array  # [T, n, n] float32: from stream j, the second axis, to stream k, the third
+    quantized: tuple[jax.Array, jax.Array] | None = None  # what `fp8.quantize_1x128` gives of `normed`
 
 
 def read_streams(
@@ -39,32 +42,42 @@ def read_streams(
     weight: jax.Array,
     base: jax.Array,
     scale: jax.Array,
+    norm: jax.Array,
     layer: jax.Array | int,
     *,
     iterations: int,
     eps: float,
     norm_eps: float,
+    ue8m0: bool | None = None,
     backend: Backend | None = None,
 ) -> StreamsRead:
-    """Returns what a block reads, and how it writes.
+    """Returns what a block reads, over its root mean square, and how it writes.
 
     Args:
       streams: [T, n, D] of a float type. The kernels take powers of two for n, the reference any number.
       weight: [L, M, n * D] float32, for n logits of what is read, n of `post`, then n * n of `between`: M is their sum.
       base: [L, M] float32, added to the scaled logits; scale: [L, 3] float32, of the three parts.
+      norm: [L, D], the weights of what is read; see `rows.rms_norm`.
       layer: Python or traced integer.
       iterations: of Sinkhorn's algorithm, which makes `between` doubly stochastic.
       eps: added to the weights of what is read, and in the algorithm's quotients.
-      norm_eps: added to the mean square of all streams of a token.
+      norm_eps: added to the mean squares of all streams of a token and of what is read.
+      ue8m0: of the scales, if what is read is quantized too. It has no gradient then.
       backend: implementation; None selects by device.
     """
     backend = resolve_backend(requested=with_fallback("read_streams", backend))
     how: dict[str, Any] = {"iterations": iterations, "eps": eps, "norm_eps": norm_eps}
     reference: Callable[..., StreamsRead] = functools.partial(_read_reference, backend=backend, **how)
-    arrays = streams, weight, base, scale, jnp.asarray(layer, jnp.int32)
+    arrays = streams, weight, base, scale, norm, jnp.asarray(layer, jnp.int32)
     if not _takes(streams, backend):
-        return reference(*arrays)
-    return differentiable(functools.partial(_read_kernels, backend=backend, **how), reference)(*arrays)
+        found = reference(*arrays)
+    elif ue8m0 is not None and quantizes_rows(streams.shape[2], backend):
+        return _read_kernels(*arrays, backend=backend, ue8m0=ue8m0, **how)
+    else:
+        found = differentiable(functools.partial(_read_kernels, backend=backend, **how), reference)(*arrays)
+    if ue8m0 is None:
+        return found
+    return found._replace(quantized=quantize_1x128(found.normed, ue8m0=ue8m0, backend=backend))
 
 
 def write_streams(
@@ -132,6 +145,7 @@ def _read_reference(
     weight: jax.Array,
     base: jax.Array,
     scale: jax.Array,
+    norm: jax.Array,
     layer: jax.Array,
     *,
     iterations: int,
@@ -144,7 +158,8 @@ def _read_reference(
     pre = jax.nn.sigmoid(logits[:, :n] * scale[0] + base[:n]) + eps
     post = 2 * jax.nn.sigmoid(logits[:, n : 2 * n] * scale[1] + base[n : 2 * n])
     between = (logits[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(-1, n, n)
-    return StreamsRead(weighted_sum(pre, streams), post, doubly_stochastic(between, iterations, eps))
+    normed = rms_norm(weighted_sum(pre, streams), norm, layer, norm_eps, backend=backend)
+    return StreamsRead(normed, post, doubly_stochastic(between, iterations, eps))
 
 
 def _read_kernels(
@@ -152,12 +167,14 @@ def _read_kernels(
     weight: jax.Array,
     base: jax.Array,
     scale: jax.Array,
+    norm: jax.Array,
     layer: jax.Array,
     *,
     iterations: int,
     eps: float,
     norm_eps: float,
     backend: Backend,
+    ue8m0: bool | None = None,
 ) -> StreamsRead:
     (T, n, D), outputs = streams.shape, weight.shape[1]
     layer, columns, rows = layer.reshape(1), power_of_two(outputs + 1), 16 if invariance.planned_rows(T) <= 1024 else 32
@@ -167,6 +184,7 @@ def _read_kernels(
             (streams, weight, layer),
             [jax.ShapeDtypeStruct((_PARTS, T, columns), jnp.float32)],
             grid=(-(-T // rows), _PARTS),
+            warps=rows // 4,
             rows=T,
             WIDTH=n * D,
             OUTPUTS=outputs,
@@ -175,15 +193,17 @@ def _read_kernels(
             BLOCK_N=columns,
             BLOCK_K=_DEPTH,
         )
-        found = call.start(
+        normed, post, between, values, scales = call.start(
             "mixing.read",
-            (streams, sums, base, scale, layer),
+            (streams, sums, base, scale, norm, layer),
             [
                 jax.ShapeDtypeStruct((T, D), streams.dtype),
-                jax.ShapeDtypeStruct((T, n), jnp.float32),
-                jax.ShapeDtypeStruct((T, n, n), jnp.float32),
+                _float32(T, n),
+                _float32(T, n, n),
+                *quantized_shapes(T, D, ue8m0),
             ],
-            grid=(T, -(-D // _COLUMNS)),
+            grid=(T,),
+            warps=8,
             rows=T,
             STREAMS=n,
             WIDTH=D,
@@ -192,9 +212,14 @@ def _read_kernels(
             NORM_EPS=norm_eps,
             PARTS=_PARTS,
             COLUMNS=columns,
-            BLOCK=_COLUMNS,
+            **quantization(ue8m0),
+            BLOCK=power_of_two(D),
         )
-    return StreamsRead(*found)
+    return StreamsRead(normed, post, between, None if ue8m0 is None else (values, scales))
+
+
+def _float32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def _write_reference(streams: jax.Array, post: jax.Array, between: jax.Array, *parts: jax.Array) -> jax.Array:

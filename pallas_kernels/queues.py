@@ -23,8 +23,8 @@ class RowQueues(NamedTuple):
     line."""
     row: jax.Array
     """[J * C] int32: the row of a line, or T for none."""
-    length: jax.Array
-    """[J] int32: rows that need a peer; above C, the last ones are not in the buffer."""
+    lost: jax.Array
+    """[J] int32: rows that need a peer and are not in the buffer, as the last ones of more than C."""
 
 
 def queue_rows(
@@ -60,7 +60,7 @@ def queue_rows(
         return RowQueues(*found)
     peer, position, length = positions(ids, peers, ids_per_peer)
     line = jnp.where((peer < peers) & (position < capacity), peer * capacity + position, peers * capacity)
-    return RowQueues(line, rows_at(line, peers * capacity), length)
+    return RowQueues(line, rows_at(line, peers * capacity), jnp.maximum(length - capacity, 0))
 
 
 def positions(ids: jax.Array, peers: int, ids_per_peer: int) -> tuple[jax.Array, jax.Array, jax.Array]:

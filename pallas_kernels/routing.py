@@ -18,6 +18,7 @@ def weighted_experts(
     logits: jax.Array,
     bias: jax.Array | None,
     layer: jax.Array | int,
+    valid: jax.Array | None = None,
     *,
     first: int = 0,
     topk: int,
@@ -32,6 +33,7 @@ def weighted_experts(
       logits: [T, E] float32.
       bias: [L, E] float32, added to the scores that rank, not to the weights; None for none.
       layer: static or traced; its bias is row `layer - first`.
+      valid: [T] bool, the tokens that get experts; the ids of others are -1. None for all.
       first: the first layer with a bias, so that no kernel subtracts it.
       topk: at most E.
       score: one of `SCORES`.
@@ -43,12 +45,18 @@ def weighted_experts(
     with traced_for(backend):
         ids, weights = call.start(
             "routing.choose",
-            (logits, logits if bias is None else bias, jnp.asarray(layer, jnp.int32).reshape(1)),
+            (
+                logits,
+                logits if bias is None else bias,
+                jnp.asarray(layer, jnp.int32).reshape(1),
+                logits if valid is None else valid,
+            ),
             [jax.ShapeDtypeStruct((T, topk), jnp.int32), jax.ShapeDtypeStruct((T, topk), jnp.float32)],
             grid=(T,),
             warps=2,
             EXPERTS=E,
             BIASED=bias is not None,
+            MASKED=valid is not None,
             FIRST=first,
             BLOCK=power_of_two(E),
             BLOCK_K=power_of_two(topk),

@@ -25,7 +25,7 @@ from pallas_kernels.dsa import key_row, triton_ops
 from pallas_kernels.dsa.topk import raw_scores
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.fp8 import fp8_gemm, swiglu_quantize
-from pallas_kernels.grouped import fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
+from pallas_kernels.grouped import fp4_grouped_gemm_contiguous, fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
 from pallas_kernels.mla import (
     fp8_row_bytes,
     mla_decode,
@@ -103,6 +103,10 @@ def _products() -> Iterator[tuple[str, Case]]:
         grouped = functools.partial(fp8_grouped_gemm_contiguous, tile_m=tile_m, backend=TRITON)
         arrays = (*_fp8(32 * tile_m, 7168), *_fp8_weight(8, 4096, 7168), _array(32, dtype=jnp.int32))
         yield f"FP8 experts, tiles of {tile_m}", (grouped, arrays)
+    for tile_m in (16, 64):
+        four_bit = functools.partial(fp4_grouped_gemm_contiguous, tile_m=tile_m, backend=TRITON)
+        arrays = (_array(8 * tile_m, 4096), _array(4, 4096, 512, dtype=jnp.uint32), _array(4, 128, 4096))
+        yield f"FP4 experts, tiles of {tile_m}", (four_bit, (*arrays, _array(8, dtype=jnp.int32)))
     plain = functools.partial(grouped_gemm_contiguous, tile_m=128, backend=TRITON)
     arrays = _array(512, 7168), _array(8, 4096, 7168), _array(4, dtype=jnp.int32)
     yield "bfloat16 experts, tiles of 128", (plain, arrays)

@@ -12,9 +12,9 @@ from dsv3.config.model import ModelConfig
 from dsv3.model.layers.attention import Attention, LayerPlace
 from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, RoutedExperts, RouterStats
 from dsv3.model.layers.hyper_connections import Block, Residual, Streams
-from dsv3.model.layers.linear import Index, Numerics, layer_slice, mlp
-from dsv3.model.layers.router import Routing, id_dtype, replay, route, route_by_token, router_logits
-from dsv3.model.params import LayerParams, MixingParams, MoeParams, Params
+from dsv3.model.layers.linear import Index, Numerics, Rows, layer_slice, mlp, plain_rows
+from dsv3.model.layers.router import Routing, id_dtype, masked, replay, route, route_by_token, router_logits
+from dsv3.model.params import Fp8Weight, LayerParams, MixingParams, MoeParams, Params
 from dsv3.model.vocabulary import lookup
 from pallas_kernels import dense
 from pallas_kernels.backend import Backend
@@ -98,18 +98,25 @@ class LayerPattern(NamedTuple):
     of_ratio: tuple[tuple[int, ...], ...]
 
     def places(self, stack: Stack, turn: Index) -> list[tuple[LayerPlace, ...]]:
-        """Returns the places of the layers of each pass of a turn."""
-        ratios, found = [kinds[0][0] for kinds in self.kinds], []
-        for i, (kinds, counts) in enumerate(zip(self.kinds, self.of_ratio, strict=True)):
-            places = []
-            for offset, (ratio, hashed, target), count in zip(self.offsets, kinds, counts, strict=True):
-                layer = _from_first(self.first + i + offset + turn * len(self.kinds))
-                of_ratio = _from_first(count + turn * ratios.count(ratio))
-                places.append(
-                    LayerPlace(layer, stack.first_cache_layer + layer, ratio, of_ratio, hashed, target is not None)
-                )
-            found.append(tuple(places))
-        return found
+        """Returns the places of the layers of each pass of a turn. Their numbers are one unit, and so few kernels."""
+        ratios = [kinds[0][0] for kinds in self.kinds]
+
+        def numbers(turn: Index) -> list[list[tuple[Index, Index, Index]]]:
+            found = []
+            for i, counts in enumerate(self.of_ratio):
+                layers = [_from_first(self.first + i + offset + turn * len(ratios)) for offset in self.offsets]
+                of_ratio = [_from_first(count + turn * ratios.count(ratios[i])) for count in counts]
+                found.append([(n, stack.first_cache_layer + n, m) for n, m in zip(layers, of_ratio, strict=True)])
+            return found
+
+        where = numbers(turn) if isinstance(turn, int) else jax.jit(numbers)(turn)
+        return [
+            tuple(
+                LayerPlace(layer, cache_layer, ratio, of_ratio, hashed, target is not None)
+                for (layer, cache_layer, of_ratio), (ratio, hashed, target) in zip(each, kinds, strict=True)
+            )
+            for each, kinds in zip(where, self.kinds, strict=True)
+        ]
 
 
 def _from_first(layer: Index) -> Index:
@@ -247,15 +254,19 @@ def norm(x: jax.Array, weight: jax.Array, layer: Index, context: LayerContext) -
     return rms_norm(x, weight, layer, context.cfg.rms_norm_eps, backend=context.numerics.backend)
 
 
-def _at(x: Residual, params: MixingParams | None, place: LayerPlace, context: LayerContext) -> Block:
-    return x.at(params, place.layer, context.cfg, context.numerics.backend)
+def _at(
+    x: Residual, params: MixingParams | None, norm: jax.Array, weight: Any, place: LayerPlace, context: LayerContext
+) -> Block:
+    """Returns the residual at the place of a block, which multiplies what it reads with `weight`."""
+    ue8m0 = context.numerics.ue8m0 if isinstance(weight, Fp8Weight) else None
+    return x.at(params, norm, place.layer, context.cfg, context.numerics.backend, ue8m0)
 
 
-def _read(block: Block, weight: jax.Array, place: LayerPlace, context: LayerContext) -> jax.Array:
+def _read(block: Block, weight: jax.Array, place: LayerPlace, context: LayerContext) -> Rows:
     return block.read(weight, place.layer, context.cfg.rms_norm_eps, context.numerics.backend)
 
 
-def post_normed(stack: Stack, place: LayerPlace, context: LayerContext, block: Block) -> jax.Array:
+def post_normed(stack: Stack, place: LayerPlace, context: LayerContext, block: Block) -> Rows:
     """Returns the input of the MLP or the experts of a layer, `[T, D]`, from the residual at their place."""
     return _read(block, stack.layers.post_norm, place, context)
 
@@ -273,7 +284,8 @@ def attention_block(
 def queries(stack: Stack, place: LayerPlace, context: LayerContext, x: Residual) -> tuple[Block, Any]:
     """Computes the norm and the projections before the attention core; also returns the residual at their place."""
     layers = stack.layers
-    block = _at(x, layers.attention_mixing, place, context)
+    weight = getattr(layers.attention, "qkv_a", None)
+    block = _at(x, layers.attention_mixing, layers.input_norm, weight, place, context)
     normed = _read(block, layers.input_norm, place, context)
     return block, context.attention.project(normed, layers.attention, place, context.numerics)
 
@@ -288,27 +300,35 @@ def core(stack: Stack, place: LayerPlace, context: LayerContext, tokens: Any, st
 def output(stack: Stack, place: LayerPlace, context: LayerContext, block: Block, heads: jax.Array) -> Block:
     """Returns the residual after the output projection of `heads` `[T, H, V]`, at the next block's place."""
     out = context.attention.output(heads, stack.layers.attention, place, context.numerics)
-    return _at(block.write(context.routed.shards.sum(out)), stack.layers.moe_mixing, place, context)
+    return experts_block(stack, place, context, block.write(context.routed.shards.sum(out)))
+
+
+def experts_block(stack: Stack, place: LayerPlace, context: LayerContext, x: Residual) -> Block:
+    """Returns the residual at the place of a layer's MLP or experts."""
+    layers = stack.layers
+    weight = None if layers.moe is None else layers.moe.gate_up
+    return _at(x, layers.moe_mixing, layers.post_norm, weight, place, context)
 
 
 @jax.named_scope("router")
-def choose_experts(stack: Stack, place: LayerPlace, context: LayerContext, normed: jax.Array) -> Routing:
+def choose_experts(stack: Stack, place: LayerPlace, context: LayerContext, normed: Rows) -> Routing:
     """Selects the experts of each row of `normed` `[T, D]`; ids are -1 in padding rows."""
     moe, cfg, backend = stack.moe, context.cfg, context.numerics.backend
-    logits = router_logits(normed, moe.router, place.layer, backend)
+    logits = router_logits(plain_rows(normed), moe.router, place.layer, backend)
+    given = place.hashed or context.replayed is not None
     if place.hashed:
         assert context.tokens is not None  # of every model with such layers
         routing = route_by_token(cfg, logits, layer_slice(moe.by_token, place.layer), context.tokens)
     else:
         hashed = 0 if moe.by_token is None else len(moe.by_token)
-        routing = route(cfg, logits, moe.router_bias, backend, place.layer, hashed)
+        routing = route(cfg, logits, moe.router_bias, backend, place.layer, hashed, None if given else context.valid)
     if context.replayed is not None:
         routing = replay(cfg, logits, routing, layer_slice(context.replayed, place.layer))
-    return routing._replace(ids=jnp.where(context.valid[:, None], routing.ids, -1))
+    return masked(routing, context.valid) if given else routing
 
 
 @jax.named_scope("shared_expert")
-def shared_expert(stack: Stack, place: LayerPlace, context: LayerContext, normed: jax.Array) -> jax.Array | None:
+def shared_expert(stack: Stack, place: LayerPlace, context: LayerContext, normed: Rows) -> jax.Array | None:
     """Returns the shared expert's part `[T, D]`, added unscaled; None in a model without one."""
     shared = stack.moe.shared
     return None if shared is None else context.routed.shards.sum(mlp(normed, shared, place.layer, context.numerics))

@@ -31,7 +31,7 @@ from dsv3.model.decoder import (
 from dsv3.model.forward import uncached_context
 from dsv3.model.layers.attention import Attend, LatentAttention, LayerPlace
 from dsv3.model.layers.hyper_connections import OneStream, Residual
-from dsv3.model.layers.linear import Numerics
+from dsv3.model.layers.linear import Numerics, plain_rows
 from dsv3.model.layers.router import router_logits
 from dsv3.model.layers.uncached_attention import attention_weights, initial_topk_mask
 from dsv3.model.params import Params
@@ -225,7 +225,7 @@ def _moe_layer(
     routing = choose_experts(stack, place, context, normed)
     y, _ = context.routed(normed, routing, stack.experts(place, context.numerics))
     shown = {
-        "router_logits": router_logits(normed, stack.moe.router, place.layer, context.numerics.backend),
+        "router_logits": router_logits(plain_rows(normed), stack.moe.router, place.layer, context.numerics.backend),
         "expert_ids": routing.ids,
         "expert_weights": routing.weights,
     }

@@ -63,8 +63,8 @@ def contiguous(
     return kernel(x[None], w, _scales(x_scale, w_scale, lambda s: s[None]), operands, num_sms)[0]
 
 
-def heads(x, w, first_group, transposed: bool, *, carried: int = 0, num_sms: int | None = None) -> jax.Array:
-    """Multiplies each head of x [M, H, K] with its w [G, N, K], or transposed [G, K, N], on Hopper.
+def heads(x, w, layer, transposed: bool, *, carried: int = 0, num_sms: int | None = None) -> jax.Array:
+    """Multiplies each head of x [M, H, K] with its w [L * H, N, K], or transposed [L * H, K, N], on Hopper.
 
     With `carried` x has that many more columns, which are appended to the product, in place.
     """
@@ -86,7 +86,7 @@ def heads(x, w, first_group, transposed: bool, *, carried: int = 0, num_sms: int
         shape_k=k,
         transposed=transposed,
     )
-    out = kernel(x, w, (), (_offset(first_group),), num_sms or multiprocessors.traced().taken)
+    out = kernel(x, w, (), (_offset(layer),), num_sms or multiprocessors.traced().taken)
     return (lax.dynamic_update_slice(out, x[..., k:], (0, 0, n)) if carried else out)[:m]
 
 

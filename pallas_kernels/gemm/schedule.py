@@ -96,7 +96,7 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """`heads` products of `rows` rows, each with its own weight. Operands: index of the first head's weight [1]."""
+    """`heads` products of `rows` rows, each with its own weight. Operands: layer [1] of a stack of heads' weights."""
 
     heads: int
     rows: int
@@ -106,8 +106,8 @@ class Heads:
         return self.heads * pl.cdiv(self.rows, self.tile_m) * columns
 
     def walk(self, refs: tuple, columns: int, k_steps: int, body: TileBody) -> jax.Array:
-        (first_ref,) = refs
-        first, row_tiles = first_ref[0], pl.cdiv(self.rows, self.tile_m)
+        (layer_ref,) = refs
+        first, row_tiles = layer_ref[0] * self.heads, pl.cdiv(self.rows, self.tile_m)
 
         @plgpu.nd_loop((self.heads, columns, row_tiles), collective_axes="sm", init_carry=jnp.int32(0))
         def total(info, carry):

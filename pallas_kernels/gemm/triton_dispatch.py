@@ -11,7 +11,7 @@ from pallas_kernels.backend import traced_gpu
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.gpus import GpuKind
 from pallas_kernels.triton import call
-from pallas_kernels.triton.tiles import TritonTile, k_splits, product_tile, product_tiles
+from pallas_kernels.triton.tiles import TritonTile, four_bit_tile, k_splits, product_tile, product_tiles
 
 DENSE = "dense product by Triton"
 """The kernel of measured tiles."""
@@ -43,13 +43,36 @@ def contiguous(x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dty
     return _product(gpu, tile, tiles_m, x[:, None], x_scale, w, w_scale, layout, group_offset, out)[0]
 
 
-def heads(x, w, first_group, transposed: bool) -> jax.Array:
-    """Multiplies each head of x [M, H, K] with its w [G, N, K], or transposed [G, K, N]."""
+def four_bit_contiguous(x, w, w_scale, tile_group, group_offset, tile_m) -> jax.Array:
+    """Multiplies aligned rows x [A, K] with their tiles' INT4 words (int32) or FP4 words (uint32) [G, N, K / 8]."""
+    (m, k), n = x.shape, w.shape[1]
+    tile = four_bit_tile(tile_m)
+    (result,) = call.start(
+        "product.four_bit",
+        (x, w, w_scale, tile_group.astype(jnp.int32), jnp.asarray(group_offset, jnp.int32).reshape(1)),
+        (jax.ShapeDtypeStruct((m, n), x.dtype),),
+        grid=(tile_group.shape[0] * _count(tile_m, tile.rows) * _count(n, tile.columns),),
+        warps=tile.warps,
+        stages=tile.stages,
+        rows=m,
+        N=n,
+        K=k,
+        TILE_ROWS=tile_m,
+        FP4=w.dtype == jnp.uint32,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BAND=_BAND,
+    )
+    return result
+
+
+def heads(x, w, layer, transposed: bool) -> jax.Array:
+    """Multiplies each head of x [M, H, K] with its w [L * H, N, K], or transposed [L * H, K, N]."""
     (m, h, _), n, gpu = x.shape, w.shape[2 if transposed else 1], traced_gpu()
     tile = product_tile(gpu, invariance.planned_rows(m), x.dtype.itemsize)
     out = jax.ShapeDtypeStruct((1, m, h, n), x.dtype)
     return _product(
-        gpu, tile, _count(m, tile.rows), x, None, w, None, None, first_group, out, transposed=transposed
+        gpu, tile, _count(m, tile.rows), x, None, w, None, None, layer, out, transposed=transposed
     )[0]  # fmt: skip
 
 

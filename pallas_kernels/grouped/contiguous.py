@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, resolve_backend, with_fallback
-from pallas_kernels.gemm import KERNELS
+from pallas_kernels.gemm import KERNELS, triton_dispatch
 from pallas_kernels.gemm.checks import check_fp8, check_plain, check_tiles, plain_backend
 from pallas_kernels.gemm.fp4 import Fp4Kernel
 from pallas_kernels.gemm.int4 import Int4Kernel, four_bit_contiguous
@@ -106,7 +106,7 @@ def int4_grouped_gemm_contiguous(
       x: [A, K] bfloat16 or float32, rows laid out by `align_groups`; K in multiples of 256.
       w: [G, N, K / 8] int32, in the order of `int4.interleave`, and w_scale: [G, K / 32, N] bfloat16.
       tile_group, tile_m, group_offset: as `grouped_gemm_contiguous`.
-      backend: implementation; None selects by device. MOSAIC has a kernel for bfloat16; else the reference.
+      backend: implementation; None selects by device. MOSAIC and TRITON have kernels for bfloat16.
 
     Returns:
       [A, N] in x's dtype; sums are float32.
@@ -151,8 +151,11 @@ def _four_bit(
     if x.dtype not in _FOUR_BIT_DTYPES:
         raise ValueError(f"{name}: x must be bfloat16 or float32, got {x.dtype}")
     check_tiles(name, x.shape[0], tile_group, tile_m)
-    if plain_backend(name, x.dtype, tile_m, backend) is Backend.MOSAIC:
+    chosen = plain_backend(name, x.dtype, tile_m, backend)
+    if chosen is Backend.MOSAIC:
         return four_bit_contiguous(*operands, kernel_class=kernel)
+    if chosen is Backend.TRITON:
+        return triton_dispatch.four_bit_contiguous(*operands)
     return reference.four_bit_contiguous(*operands)
 
 

@@ -22,7 +22,9 @@ _POINTERS = {
     "float32": "*fp32",
     "float8_e4m3fn": "*fp8e4nv",
     "int32": "*i32",
+    "uint32": "*u32",
     "uint8": "*u8",
+    "bool": "*i1",
 }
 _TOOL_SECONDS = 60
 

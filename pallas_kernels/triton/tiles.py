@@ -70,6 +70,11 @@ def product_tile(gpu: GpuKind, rows: int, itemsize: int) -> TritonTile:
     return TritonTile(block, columns, warps, _product_stages(gpu, block, columns, itemsize), _depth(itemsize))
 
 
+def four_bit_tile(rows: int) -> TritonTile:
+    """Returns the tile of a product with four-bit weights, of 256 of K at once: more rows or columns take registers."""
+    return TritonTile(min(power_of_two(rows), 64), 64, warps=4, stages=2, depth=256)
+
+
 def product_tiles(gpu: GpuKind, rows: int, itemsize: int) -> Iterator[TritonTile]:
     """Yields the tiles that are worth measuring for a product, that of `product_tile` first."""
     default = product_tile(gpu, rows, itemsize)

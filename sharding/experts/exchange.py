@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend
 from sharding.experts.capacity import MIN_CAPACITY, expected_capacity, pair_capacity
@@ -164,5 +165,5 @@ def compute(arrived: Received, hops: Sequence[Hop], experts: Experts, backend: B
 
 @jax.jit
 def total(overflows: tuple[jax.Array, ...]) -> jax.Array:
-    """Returns how many buffers overflowed, [] int32."""
-    return functools.reduce(operator.add, overflows)
+    """Returns how many buffers overflowed, [] int32; each peer's part of a hop's buffer counts."""
+    return jnp.minimum(jnp.concatenate([each.reshape(-1) for each in overflows]), 1).sum(dtype=jnp.int32)

@@ -16,7 +16,6 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend
 from pallas_kernels.queues import queue_rows
@@ -37,7 +36,7 @@ class Queued(NamedTuple):
     rows: TokenRows
     line: jax.Array | None  # [T, K] int32
     row: jax.Array | None  # [J * C] int32
-    overflows: jax.Array  # [] int32, 1 if rows are lost, as those of a queue beyond the hop's capacity, else 0
+    overflows: jax.Array  # int32 of any shape, above 0 if rows are lost, as those of a queue beyond the hop's capacity
 
 
 class DispatchHandle(NamedTuple):
@@ -101,8 +100,8 @@ class Hop:
     @functools.partial(jax.jit, static_argnames=("self", "backend"))
     def enqueue(self, rows: TokenRows, backend: Backend | None = None) -> Queued:
         """Queues each row once for each peer that it needs, in row order; `backend` is the kernel's, as elsewhere."""
-        line, row, length = queue_rows(rows.ids, self.peers, self.replicas_per_peer, self.capacity, backend=backend)
-        return Queued(rows, line, row, (length > self.capacity).astype(jnp.int32).max())
+        queues = queue_rows(rows.ids, self.peers, self.replicas_per_peer, self.capacity, backend=backend)
+        return Queued(rows, *queues)
 
     @jax.named_scope("dispatch")
     def send(self, queued: Queued) -> DispatchHandle:

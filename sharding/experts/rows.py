@@ -55,13 +55,13 @@ class Lines:
         return from_words(self.words[:, first:], self.leaves[number])
 
     def gather(self, row: jax.Array) -> jax.Array:
-        """Returns rows `row` `[A]` of the payload's first array, `[A, ...]`, and zeros for those out of range.
+        """Returns rows `row` `[A]` of the payload's first array, `[A, ...]`; any for those out of range.
 
         It gathers words and then converts: in the other order XLA would write out all rows first.
         """
         numbers = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
         sizes = 1, width_of(self.leaves[:1])
-        words = lax.gather(self.words, row[:, None], numbers, sizes, mode="fill", fill_value=0)
+        words = lax.gather(self.words, row[:, None], numbers, sizes, mode="clip")
         return from_words(words, self.leaves[0])
 
 

@@ -158,7 +158,7 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
     "read_streams": (
         Backend.TRITON,
         functools.partial(mixing.read_streams, layer=0, iterations=20, eps=1e-6, norm_eps=1e-6),
-        (of((T, 4, K)), of((1, 24, 4 * K), F32), of((1, 24), F32), of((1, 3), F32)),
+        (of((T, 4, K)), of((1, 24, 4 * K), F32), of((1, 24), F32), of((1, 3), F32), of((1, K))),
     ),
     "write_streams": (
         Backend.TRITON,
@@ -169,11 +169,6 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         Backend.TRITON,
         functools.partial(heads.unit_rotated_heads, eps=1e-6),
         (of((T, H, K)), of((T, 32), F32), of((T, 32), F32)),
-    ),
-    "normed_rows": (
-        Backend.TRITON,
-        lambda x, w, backend: heads.normed_rows(x, w, 0, 1e-6, backend=backend),
-        (of((T, K)), of((1, K))),
     ),
     "normed_latents": (
         Backend.TRITON,

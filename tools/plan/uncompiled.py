@@ -7,6 +7,7 @@ say, is assumed.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dsv3.config.device_rates import LAUNCH_S
 from dsv3.config.engine import ForwardProgram
@@ -169,13 +170,15 @@ def step_estimate(planned: PlannedModel, phase: Phase) -> StepEstimate:
 
 
 def bucket_seconds(planned: PlannedModel, phase: Phase, size: int, keys: int) -> float:
-    """Returns the seconds of a step without drafts, of a bucket of `size` tokens per rank with `keys` keys each."""
-    [run, *_] = runs(planned, phase)
-    run = dataclasses.replace(run, key=run.key._replace(size=size), tokens=size)
+    """Returns the seconds of a step of a bucket of `size` tokens or rows per rank, which see `keys` keys each.
+
+    Where rows have drafts, it is the time of a step per token that it gives a row in the mean.
+    """
     context = max(1, 2 * keys if phase == "prefill" else keys)  # prefill's tokens attend to half of a prompt
-    deployment = dataclasses.replace(planned.deployment, context_length=context, prefix_hit_rate=0.0)
-    at = dataclasses.replace(planned, deployment=deployment)
-    return _estimate(at, phase, run, _traffic(planned, run), 0.0).seconds
+    given: dict[str, Any] = {"prefill_tokens" if phase == "prefill" else "decode_requests": size}
+    deployment = dataclasses.replace(planned.deployment, context_length=context, prefix_hit_rate=0.0, **given)
+    step = step_estimate(dataclasses.replace(planned, deployment=deployment), phase)
+    return step.seconds / step.tokens_per_row
 
 
 def _estimate(planned: PlannedModel, phase: Phase, run: Run, traffic: Traffic, drafts: float) -> StepEstimate:

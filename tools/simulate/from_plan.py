@@ -30,11 +30,14 @@ def times_digest(model: ModelConfig, deployment: Deployment) -> str:
 def compute_times(model: ModelConfig, deployment: Deployment, progress: Callable[[str], None]) -> InstanceTimes:
     """Compiles the programs of `deployment`, and returns its limits and step times.
 
-    Calls `progress` with a line before each long phase. Raises DeploymentError if it does not fit, or has drafts,
-    `AotUnavailableError` if programs cannot be compiled.
+    A decode step with drafts is simulated as steps of one token, so `acceptance` sets the mean pace of answers and not
+    how tokens come together. Calls `progress` with a line before each long phase. Raises DeploymentError if it does not
+    fit, or has drafts that cannot be simulated, `AotUnavailableError` if programs cannot be compiled.
     """
-    if deployment.drafts:
-        raise DeploymentError(f"{deployment.name}: speculative_config: drafts cannot be simulated; leave it out")
+    by_size = deployment.speculative is not None and len(deployment.speculative.drafts_by_size) > 1
+    if deployment.drafts and (by_size or model.compressed is None):
+        why = "drafts are simulated for DeepSeek-V4, as many at every batch size; leave it out"
+        raise DeploymentError(f"{deployment.name}: speculative_config: {why}")
     page_size = model.page_size * deployment.decode_context_parallel
     whole = deployment if deployment.prefill_tokens else with_partial_pages(deployment, page_size)
     planned, compiles = lay_out(model, whole), model.compressed is None

@@ -55,8 +55,8 @@ class Attention(Protocol):
         """The stage between the two others."""
         ...
 
-    def project(self, x: jax.Array, params: Any, place: LayerPlace, numerics: Numerics) -> Any:
-        """Returns what `attend` takes of the block's normed input `x` `[T, D]`."""
+    def project(self, x: Any, params: Any, place: LayerPlace, numerics: Numerics) -> Any:
+        """Returns what `attend` takes of the block's normed input `x` `[T, D]`, `linear.Rows`."""
         ...
 
     def output(self, heads: jax.Array, params: Any, place: LayerPlace, numerics: Numerics) -> jax.Array:

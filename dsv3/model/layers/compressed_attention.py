@@ -7,6 +7,7 @@ sequences, of prefill, or of decode.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,10 @@ from jax import lax
 from dsv3.config.model import CompressedAttention, ModelConfig
 from dsv3.model.layers.attention import Attend, LayerPlace
 from dsv3.model.layers.compressor import given
-from dsv3.model.layers.linear import Index, Numerics, linear
+from dsv3.model.layers.linear import Index, Numerics, QuantizedRows, Rows, linear, plain_rows
 from dsv3.model.layers.rope import Rotation, rotation
 from dsv3.model.layers.router import router_logits
-from dsv3.model.params import CompressedAttentionParams, CompressorParams, PooledIndexerParams
+from dsv3.model.params import CompressedAttentionParams, CompressorParams, Fp8Weight, PooledIndexerParams
 from pallas_kernels import dense
 from pallas_kernels.heads import normed_latents, unit_rotated_heads
 from pallas_kernels.rows import rotate_heads
@@ -59,7 +60,7 @@ class EntryAttention:
         return cls(cfg, (rotation(cfg, positions), entry_rotation(cfg, positions)), attend)
 
     def project(
-        self, x: jax.Array, params: CompressedAttentionParams, place: LayerPlace, numerics: Numerics
+        self, x: Rows, params: CompressedAttentionParams, place: LayerPlace, numerics: Numerics
     ) -> CompressedTokens:
         """Returns queries and latents of `x` `[T, D]`, and what the layer's entries are made of."""
         return project(x, params, place, self.cfg, self.rotations[place.ratio > 0], numerics)
@@ -97,7 +98,7 @@ def compressor_of(params: CompressedAttentionParams, cfg: ModelConfig, ratio: in
 
 @jax.named_scope("project")
 def project(
-    x: jax.Array,
+    x: Rows,
     params: CompressedAttentionParams,
     place: LayerPlace,
     cfg: ModelConfig,
@@ -107,6 +108,7 @@ def project(
     """Returns what attention takes of `x` `[T, D]`, rotated `by` what suits the layer."""
     layer, backend, d = place.layer, numerics.backend, cfg.latent_dim
     q_latent, latent = _latents(x, params, layer, cfg, by, numerics)
+    x = plain_rows(x)
     q = linear(q_latent, params.q_b, layer, numerics).reshape(len(x), -1, d)  # the heads of this device
     entries = index = None
     if (compressor := compressor_of(params, cfg, place.ratio)) is not None:
@@ -122,7 +124,7 @@ def project(
 
 
 def project_latents(
-    x: jax.Array,
+    x: Rows,
     params: CompressedAttentionParams,
     layer: Index,
     cfg: ModelConfig,
@@ -137,22 +139,25 @@ def project_latents(
 
 
 def _latents(
-    x: jax.Array,
+    x: Rows,
     params: CompressedAttentionParams,
     layer: Index,
     cfg: ModelConfig,
     by: Rotation,
     numerics: Numerics,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Rows, jax.Array]:
     """Returns query latents `[T, Q]` and latents `[T, d]` of `x` `[T, D]`."""
     down, eps = linear(x, params.qkv_a, layer, numerics), cfg.rms_norm_eps
-    return normed_latents(down, params.q_norm, params.kv_norm, layer, by.cos, by.sin, eps, backend=numerics.backend)
+    how: dict[str, Any] = {"ue8m0": numerics.ue8m0} if isinstance(params.q_b, Fp8Weight) else {}
+    arrays = down, params.q_norm, params.kv_norm, layer, by.cos, by.sin, eps
+    query, latent, quantized = normed_latents(*arrays, **how, backend=numerics.backend)
+    return query if quantized is None else QuantizedRows(query, *quantized), latent
 
 
 @jax.named_scope("indexer")
 def _index_queries(
     x: jax.Array,
-    q_latent: jax.Array,
+    q_latent: Rows,
     params: PooledIndexerParams | None,
     layer: Index,
     cfg: ModelConfig,

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 
 from dsv3.model.layers import experts
 from dsv3.model.layers.experts import ExpertLayer, RouterStats
-from dsv3.model.layers.linear import layer_slice
+from dsv3.model.layers.linear import Rows, fp8_rows, layer_slice, plain_rows
 from dsv3.model.layers.router import Routing
 from dsv3.model.params import Fp8Weight
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
-from pallas_kernels import fp8
 from sharding.experts.placement import Placement, choose_replicas
 from sharding.experts.rows import Experts, TokenRows
 from sharding.experts.transport import Transport
@@ -32,15 +31,15 @@ class ExpertParallel:
     transport: Transport[Any]
     shards: Shards = ONE_DEVICE
 
-    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, RouterStats]:
+    def __call__(self, x: Rows, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, RouterStats]:
         """Returns what `experts.moe` returns; `routing` and the counts are of experts, not of replicas."""
         y, router_stats = self.finish(self.start(x, routing, layer), routing, layer)
         return y, with_overflows(router_stats)
 
-    def start(self, x: jax.Array, routing: Routing, layer: ExpertLayer) -> Any:
+    def start(self, x: Rows, routing: Routing, layer: ExpertLayer) -> Any:
         """Runs the first half: dispatch, experts, and the start of the combine. Returns the transport's handle."""
 
-        def address(x: jax.Array, routing: Routing) -> TokenRows:
+        def address(x: Rows, routing: Routing) -> TokenRows:
             return self.address(x, routing, layer)
 
         rows, here = jax.jit(address)(x, routing), local_experts(self.bounded(layer))
@@ -59,10 +58,11 @@ class ExpertParallel:
         """Returns the experts of this device with capacity for the pairs that the transport may deliver."""
         return dataclasses.replace(layer, pairs=self.transport.pairs)
 
-    def address(self, x: jax.Array, routing: Routing, layer: ExpertLayer) -> TokenRows:
+    def address(self, x: Rows, routing: Routing, layer: ExpertLayer) -> TokenRows:
         """Returns the rows that this device sends, with the replica of each of their experts."""
         placement, part = placement_of(layer), self.shards.part
-        x, ids, weights = part(x), part(routing.ids, -1), part(routing.weights)
+        x = x if self.shards.size == 1 else part(plain_rows(x))
+        ids, weights = part(routing.ids, -1), part(routing.weights)
         device = jax.lax.axis_index(self.transport.machine.axes)
         replicas, copies = layer_slice(placement.replicas, layer.index), layer_slice(placement.copies, layer.index)
         return TokenRows(pack(x, layer), choose_replicas(ids, replicas, copies, device), weights)
@@ -103,10 +103,9 @@ def count(ids: jax.Array, num_experts: int) -> jax.Array:
     return (ids[..., None] == jnp.arange(num_experts)).sum(axis=(0, 1), dtype=jnp.int32)
 
 
-def pack(x: jax.Array, layer: ExpertLayer) -> jax.Array | experts.Quantized:
+def pack(x: Rows, layer: ExpertLayer) -> jax.Array | experts.Quantized:
     """Returns the rows to send: quantized if the experts are FP8."""
     if not isinstance(layer.params.gate_up, Fp8Weight):
-        return x
-    numerics = layer.numerics
-    values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
+        return plain_rows(x)
+    values, scale = fp8_rows(x, layer.numerics)
     return experts.Quantized(values, scale.T, x.dtype)

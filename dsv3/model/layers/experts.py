@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from dsv3.model.layers.linear import Index, Numerics, clamp_gate_up, layer_slice
+from dsv3.model.layers.linear import Index, Numerics, Rows, clamp_gate_up, fp8_rows, layer_slice, plain_rows
 from dsv3.model.layers.router import Routing
 from dsv3.model.params import Fp4Weight, Fp8Weight, Int4Weight, MoeParams
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
@@ -59,7 +59,7 @@ class RoutedExperts(Protocol):
         """The devices that split the rest of the layer."""
         ...
 
-    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, RouterStats]: ...
+    def __call__(self, x: Any, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, RouterStats]: ...
 
 
 @jax.tree_util.register_dataclass
@@ -75,7 +75,7 @@ class ExpertActivations:
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})  # of the rows, and so of their sums
 
 
-def moe(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, RouterStats]:
+def moe(x: Rows | Quantized | Lines, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, RouterStats]:
     """Computes the weighted sum of each token's routed experts, all of which are on this device.
 
     Rows are sorted by expert and padded to whole tiles. The grouped products address expert e of the layer as
@@ -102,7 +102,7 @@ class LocalExperts:
     def shards(self) -> Shards:
         return ONE_DEVICE
 
-    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, RouterStats]:
+    def __call__(self, x: Rows, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, RouterStats]:
         return moe(x, routing, layer)
 
 
@@ -110,7 +110,7 @@ LOCAL_EXPERTS = LocalExperts()
 
 
 @jax.named_scope("experts")
-def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLayer) -> ExpertActivations:
+def gate_up(x: Rows | Quantized | Lines, routing: Routing, layer: ExpertLayer) -> ExpertActivations:
     """Runs the first half of `moe`: the order of rows, the gate and up projections, and SwiGLU."""
     params, numerics = layer.params, layer.numerics
     K, E = routing.ids.shape[1], _num_experts(params)
@@ -127,7 +127,10 @@ def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLay
     tiles = _tiles(order, layer)
     if not isinstance(params.gate_up, Fp8Weight):
         assert not isinstance(x, Quantized), "rows are quantized only for FP8 experts"
-        product = clamp_gate_up(_product(_gather(x, token), params.gate_up, tiles, layer), numerics)
+        product = clamp_gate_up(
+            _product(_gather(x if isinstance(x, Lines) else plain_rows(x), token), params.gate_up, tiles, layer),
+            numerics,
+        )
         return ExpertActivations(swiglu(product, backend=numerics.backend), None, *rest)
     product = _fp8_product(*_aligned_fp8(x, token, numerics), params.gate_up, dtype, tiles)
     how: dict[str, Any] = {"limit": numerics.swiglu_limit, "ue8m0": numerics.ue8m0, "backend": numerics.backend}
@@ -135,20 +138,20 @@ def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLay
     return ExpertActivations(values, scale, *rest)
 
 
-def _aligned_fp8(x: jax.Array | Quantized | Lines, token: jax.Array, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
-    """Returns rows `token` of x as e4m3 `[A, D]` and their scales `[ceil(D/128), A]`, zeros for those out of range."""
+def _aligned_fp8(x: Rows | Quantized | Lines, token: jax.Array, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
+    """Returns rows `token` of x as e4m3 `[A, D]` and their scales `[ceil(D/128), A]`; any for those out of range."""
     values: jax.Array | Lines
     if isinstance(x, Lines):
         values, scale = x, x.array(1).T
     elif isinstance(x, Quantized):
         values, scale = x.values, x.scale.T
     else:
-        values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
-    return _gather(values, token), scale.at[:, token].get(mode="fill", fill_value=0)
+        values, scale = fp8_rows(x, numerics)
+    return _gather(values, token), scale.at[:, token].get(mode="clip")
 
 
 def _gather(x: jax.Array | Lines, token: jax.Array) -> jax.Array:
-    return x.gather(token) if isinstance(x, Lines) else x.at[token].get(mode="fill", fill_value=0)
+    return x.gather(token) if isinstance(x, Lines) else x.at[token].get(mode="clip")
 
 
 @jax.named_scope("experts")

@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import HyperConnections, ModelConfig
-from dsv3.model.layers.linear import Index
+from dsv3.model.layers.linear import Index, QuantizedRows, Rows
 from dsv3.model.params import MixingParams
 from pallas_kernels.backend import Backend, resolve_backend
-from pallas_kernels.heads import normed_rows
 from pallas_kernels.mixing import read_streams, stream_logits, weighted_sum, write_streams
 from pallas_kernels.rows import rms_norm
 
@@ -31,11 +30,19 @@ class OneStream:
 
     stream: jax.Array  # [T, D]
 
-    def at(self, params: MixingParams | None, layer: Index, cfg: ModelConfig, backend: Backend | None) -> "OneStream":
+    def at(
+        self,
+        params: MixingParams | None,
+        norm: jax.Array,
+        layer: Index,
+        cfg: ModelConfig,
+        backend: Backend | None,
+        ue8m0: bool | None = None,
+    ) -> "OneStream":
         """Returns the stream at the place of a block."""
         return self
 
-    def idle(self, backend: Backend | None) -> "OneStream":
+    def idle(self) -> "OneStream":
         """Returns the stream at the place of a block whose result is zero."""
         return self
 
@@ -66,22 +73,25 @@ class Streams:
 
     @jax.named_scope("mixing")
     def at(
-        self, params: MixingParams | None, layer: Index, cfg: ModelConfig, backend: Backend | None
+        self,
+        params: MixingParams | None,
+        norm: jax.Array,
+        layer: Index,
+        cfg: ModelConfig,
+        backend: Backend | None,
+        ue8m0: bool | None = None,
     ) -> "MixedStreams":
-        """Returns the streams at the place of a block, whose mixing is layer `layer` of `params`."""
+        """Returns the streams at the place of a block: its mixing and norm are layer `layer` of `params` and `norm`.
+
+        With `ue8m0` what the block reads is quantized too, with scales of that kind.
+        """
         assert params is not None  # every place has its own
         hyper = hyper_of(cfg)
         how: dict[str, Any] = {"iterations": hyper.sinkhorn_iterations, "eps": hyper.eps, "norm_eps": cfg.rms_norm_eps}
-        arrays = self.streams, params.weight, params.base, params.scale
-        found = read_streams(*arrays, layer, **how, backend=backend)
-        return MixedStreams(self.streams, *found, self.means, backend)
-
-    def idle(self, backend: Backend | None) -> "MixedStreams":
-        """Returns the streams at the place of a block whose result is zero, and which leaves them as they are."""
-        T, n, D = self.streams.shape
-        between = jnp.broadcast_to(jnp.eye(n, dtype=jnp.float32), (T, n, n))
-        nothing = jnp.zeros((T, D), self.streams.dtype), jnp.zeros((T, n), jnp.float32)
-        return MixedStreams(self.streams, *nothing, between, self.means, backend)
+        arrays = self.streams, params.weight, params.base, params.scale, norm
+        found = read_streams(*arrays, layer, **how, ue8m0=ue8m0, backend=backend)
+        normed = found.normed if found.quantized is None else QuantizedRows(found.normed, *found.quantized)
+        return MixedStreams(self.streams, normed, found.post, found.between, self.means, backend)
 
     @jax.named_scope("mixing")
     def end(self, params: MixingParams | None, cfg: ModelConfig, backend: Backend | None) -> jax.Array:
@@ -107,18 +117,20 @@ class MixedStreams:
     """Several streams at the place of a block, between what it reads and what it writes."""
 
     streams: jax.Array  # [T, n, D]
-    collapsed: jax.Array  # [T, D]
+    normed: Rows  # [T, D]
     post: jax.Array  # [T, n] float32
     between: jax.Array  # [T, n, n] float32: from stream j, the second axis, to stream k, the third
     means: tuple[jax.Array, ...]
     backend: Backend | None = dataclasses.field(metadata={"static": True})
 
-    def read(self, weight: jax.Array, layer: Index, eps: float, backend: Backend | None) -> jax.Array:
-        """Returns what the block works on, `[T, D]`, normed by layer `layer` of `weight` `[L, D]`.
+    def read(self, weight: jax.Array, layer: Index, eps: float, backend: Backend | None) -> Rows:
+        """Returns what the block works on, `[T, D]`, which was normed where it was read."""
+        return self.normed
 
-        It comes from a kernel, so that XLA could fuse the norm with nothing before it.
-        """
-        return normed_rows(self.collapsed, weight, layer, eps, backend=backend)
+    def idle(self) -> "MixedStreams":
+        """Returns the streams at the place of a block whose result is zero, and which leaves them as they are."""
+        between = jnp.broadcast_to(jnp.eye(self.between.shape[-1], dtype=jnp.float32), self.between.shape)
+        return dataclasses.replace(self, post=jnp.zeros_like(self.post), between=between)
 
     @jax.named_scope("mixing")
     def write(self, *parts: jax.Array) -> Streams:

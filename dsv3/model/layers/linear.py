@@ -43,21 +43,57 @@ class Numerics:
         return cls(backend, ue8m0, pairs, swiglu_limit=cfg.swiglu_limit)
 
 
-def linear(x: jax.Array, weight: jax.Array | Fp8Weight, layer: Index, numerics: Numerics) -> jax.Array:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedRows:
+    """Rows that a kernel has made together with what products with FP8 weights take of them."""
+
+    rows: jax.Array  # [T, D]
+    values: jax.Array  # [T, D] e4m3, as `fp8.quantize_1x128` gives them
+    scale: jax.Array  # [D / 128, T] float32
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the rows."""
+        return self.rows.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(T, D)`."""
+        return self.rows.shape
+
+
+Rows = jax.Array | QuantizedRows
+"""Rows `[T, D]` of activations, quantized already or not."""
+
+
+def plain_rows(x: Rows) -> jax.Array:
+    """Returns the rows as they are."""
+    return x.rows if isinstance(x, QuantizedRows) else x
+
+
+def fp8_rows(x: Rows, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
+    """Returns what `fp8.quantize_1x128` does of the rows."""
+    if isinstance(x, QuantizedRows):
+        return x.values, x.scale
+    return fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
+
+
+def linear(x: Rows, weight: jax.Array | Fp8Weight, layer: Index, numerics: Numerics) -> jax.Array:
     """Returns `x` `[T, in]` times layer `layer` of the stack `weight` `[L, out, in]`, in the dtype of x: `[T, out]`.
 
     With an `Fp8Weight`, x is quantized per row and 128 channels. GPU kernels address the layer in the stack, because a
     slice by a traced index would be a copy. Sums are float32.
     """
     if isinstance(weight, Fp8Weight):
-        values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
-        return _fp8_linear(values, scale, weight, layer, x.dtype, numerics)
+        return _fp8_linear(*fp8_rows(x, numerics), weight, layer, x.dtype, numerics)
+    x = plain_rows(x)
     if numerics.fp8_products:
         return fp8.trained_gemm(x, layer_slice(weight, layer), backend=numerics.backend)
     return dense.layer_gemm(x, weight, layer, backend=numerics.backend)
 
 
-def mlp(x: jax.Array, params: MlpParams, layer: Index, numerics: Numerics) -> jax.Array:
+def mlp(x: Rows, params: MlpParams, layer: Index, numerics: Numerics) -> jax.Array:
     """Returns SwiGLU of `x` `[T, D]`: the MLP of a dense layer, or the shared expert."""
     gate_up = linear(x, params.gate_up, layer, numerics)
     if isinstance(params.down, Fp8Weight):

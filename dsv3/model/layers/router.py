@@ -70,6 +70,7 @@ def route(
     backend: Backend | None,
     layer: Index | None = None,
     first: int = 0,
+    valid: jax.Array | None = None,
 ) -> Routing:
     """Selects the top-k experts of each token, best first.
 
@@ -80,13 +81,14 @@ def route(
       backend: implementation; None selects by device.
       layer: Python or traced integer.
       first: the layer of the first row of `bias`.
+      valid: `[T]` bool, the tokens that get experts; the ids of others are -1. None for all.
     """
     stack, number = (bias, layer) if layer is not None else (None if bias is None else bias[None], 0)
     resolved = resolve_backend(requested=with_fallback("weighted_experts", backend))
     in_kernel = resolved in (Backend.MOSAIC, Backend.TRITON) and has_jax_triton() and not _is_limited(cfg)
     reference = functools.partial(_route, cfg, backend, first)
     if not in_kernel or cfg.scoring_func not in routing.SCORES or not logits.size:
-        return reference(logits, stack, number)
+        return reference(logits, stack, number, valid)
     how: dict[str, Any] = {
         "normed": cfg.norm_topk_prob,
         "factor": float(cfg.routed_scaling_factor),
@@ -98,15 +100,27 @@ def route(
         found = routing.weighted_experts(*arrays, topk=cfg.num_experts_per_tok, score=cfg.scoring_func, **how)
         return Routing(*found)
 
-    return differentiable(kernel, reference)(logits, stack, jnp.asarray(number, jnp.int32))
+    return differentiable(kernel, reference)(logits, stack, jnp.asarray(number, jnp.int32), valid)
 
 
 def _route(
-    cfg: ModelConfig, backend: Backend | None, first: int, logits: jax.Array, stack: jax.Array | None, layer: Index
+    cfg: ModelConfig,
+    backend: Backend | None,
+    first: int,
+    logits: jax.Array,
+    stack: jax.Array | None,
+    layer: Index,
+    valid: jax.Array | None,
 ) -> Routing:
     scores = _SCORES[cfg.scoring_func](logits)
     ranked = scores if stack is None else scores + layer_slice(stack, layer - first)
-    return _weighted(cfg, scores, _topk_experts(cfg, jax.lax.stop_gradient(ranked), backend))
+    routing = _weighted(cfg, scores, _topk_experts(cfg, jax.lax.stop_gradient(ranked), backend))
+    return routing if valid is None else masked(routing, valid)
+
+
+def masked(routing: Routing, valid: jax.Array) -> Routing:
+    """Returns a routing whose tokens get no experts where `valid` `[T]` is False."""
+    return routing._replace(ids=jnp.where(valid[:, None], routing.ids, -1))
 
 
 def _is_limited(cfg: ModelConfig) -> bool:

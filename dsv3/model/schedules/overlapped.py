@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.device_rates import LAUNCH_S
-from dsv3.model.decoder import LayerContext, Stack, ends, scan_layers
+from dsv3.model.decoder import LayerContext, Stack, ends, experts_block, scan_layers
 from dsv3.model.layers.experts import RouterStats
 from dsv3.model.layers.hyper_connections import Block, Residual
 from dsv3.model.schedules.stages import MicroBatch, Routed
@@ -73,7 +73,7 @@ def run_prefill(
     """Runs `decoder.MoeLayers` of a prefill step, in the published order; micro-batch 1 holds the earlier tokens."""
     zero, one = _micro_batches(stack, contexts)
     ordered = functools.partial(in_program_order, overlap=zero.hops[0].overlap)
-    _, end = ends(stack, zero.context.cfg)
+    first, end = ends(stack, zero.context.cfg)
 
     def body(carry, places):
         x0, x1, pages, routed0, computed0 = carry
@@ -104,7 +104,7 @@ def run_prefill(
         handle = zero.start_combine(computed0)
         return zero.finish_combine(end, x0, routed0, handle, zero.shared(end, routed0.normed))
 
-    idle = x[0].idle(zero.context.numerics.backend)
+    idle = experts_block(stack, first, zero.context, x[0]).idle()
     carry: Any = idle, x[1], pages, *_nothing(zero, idle)
     carry, (stats0, stats1) = scan_layers(stack, zero.context.cfg, body, carry, ordered, PREVIOUS)
     x0, x1, pages, routed0, computed0 = carry
@@ -188,8 +188,10 @@ def _nothing(batch: MicroBatch, x: Block) -> tuple[Routed, PeerSums]:
     routed = dataclasses.replace(batch, context=context).route(first, jax.tree.map(jnp.zeros_like, x))
     hop = batch.hops[0]
     sums = jnp.zeros((hop.lines, routed.normed.shape[1]), routed.normed.dtype)
-    behind = len(batch.hops) - 1 + (batch.parallel.transport.pairs is not None) + batch.hops[-1].reports_on_arrival
-    return routed, PeerSums(sums, (jnp.zeros((), jnp.int32),) * behind, hop.no_origins(routed.queued))
+    reports = (batch.parallel.transport.pairs is not None) + batch.hops[-1].reports_on_arrival
+    shapes = [*((later.peers,) for later in batch.hops[1:]), *((),) * reports]
+    none = tuple(jnp.zeros(shape, jnp.int32) for shape in shapes)
+    return routed, PeerSums(sums, none, hop.no_origins(routed.queued))
 
 
 def _sum(first: RouterStats, second: RouterStats) -> RouterStats:

@@ -22,6 +22,7 @@ from dsv3.model.layers.attention import LayerPlace
 from dsv3.model.layers.expert_parallel import ExpertParallel, count
 from dsv3.model.layers.experts import ExpertActivations, ExpertLayer, RouterStats
 from dsv3.model.layers.hyper_connections import Block, Residual
+from dsv3.model.layers.linear import Rows
 from dsv3.model.layers.router import Routing
 from sharding.experts.exchange import CombineHandle, PeerSums, start_return, total
 from sharding.experts.hop import DispatchHandle, Hop, Queued
@@ -32,7 +33,7 @@ from sharding.wire.collectives import Transfer
 class Routed(NamedTuple):
     """A micro-batch between its router and its combine."""
 
-    normed: jax.Array  # [T, D], the shared expert's input
+    normed: Rows  # [T, D], the shared expert's input
     ids: jax.Array  # [T, K], experts
     queued: Queued
 
@@ -109,7 +110,7 @@ class MicroBatch:
         return self.stack.experts(place, self.context.numerics)
 
     @unit
-    def choose(self, place: LayerPlace, x: Block) -> tuple[jax.Array, Routing]:
+    def choose(self, place: LayerPlace, x: Block) -> tuple[Rows, Routing]:
         """Runs norm and router: returns the experts' input, [T, D], and the routing."""
         normed = decoder.post_normed(self.stack, place, self.context, x)
         return normed, decoder.choose_experts(self.stack, place, self.context, normed)
@@ -213,7 +214,7 @@ class MicroBatch:
         return self.cross_back(self.start_return(*self.down(place, halfway)))
 
     @unit
-    def shared(self, place: LayerPlace, normed: jax.Array) -> jax.Array | None:
+    def shared(self, place: LayerPlace, normed: Rows) -> jax.Array | None:
         """Returns the shared expert's part [T, D]."""
         return decoder.shared_expert(self.stack, place, self.context, normed)
 

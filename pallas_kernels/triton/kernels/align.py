@@ -50,7 +50,7 @@ def _group_of(ids_ptr, row, rows, GROUPS: tl.constexpr):
 
 @triton.jit
 def queue(
-    ids_ptr, rows, line_ptr, row_ptr, length_ptr,
+    ids_ptr, rows, line_ptr, row_ptr, lost_ptr,
     IDS: tl.constexpr, PEERS: tl.constexpr, EACH: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -74,4 +74,4 @@ def queue(
     for start in tl.range(tl.minimum(before, room), room, BLOCK):
         tl.store(row_ptr + peer * CAPACITY + start + number, rows, mask=start + number < room)
     if peer < PEERS:
-        tl.store(length_ptr + peer, before)
+        tl.store(lost_ptr + peer, tl.maximum(before - CAPACITY, 0))

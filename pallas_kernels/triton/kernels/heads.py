@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from pallas_kernels.triton.kernels.quantize import store_quantized
+
 
 @triton.jit
 def unit_rotated(
@@ -31,18 +33,22 @@ def unit_rotated(
 
 @triton.jit
 def normed_latents(
-    down_ptr, query_norm_ptr, norm_ptr, layer_ptr, cos_ptr, sin_ptr, query_ptr, latent_ptr,
-    QUERY: tl.constexpr, WIDTH: tl.constexpr, ROTATED: tl.constexpr, EPS: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK: tl.constexpr,
+    down_ptr, query_norm_ptr, norm_ptr, layer_ptr, cos_ptr, sin_ptr, query_ptr, latent_ptr, values_ptr, scale_ptr,
+    QUERY: tl.constexpr, WIDTH: tl.constexpr, ROTATED: tl.constexpr, EPS: tl.constexpr,
+    QUANTIZED: tl.constexpr, POWER_OF_TWO: tl.constexpr, FLOOR: tl.constexpr, MAX: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Norms one of two parts of a row of down [rows, QUERY + WIDTH] by layer `layer` of its norm, and turns the second.
 
-    Its last ROTATED values are turned in pairs by cos, sin [rows, ROTATED / 2].
+    Its last ROTATED values are turned in pairs by cos, sin [rows, ROTATED / 2]. QUANTIZED: the first is quantized too.
     """
     row, layer = tl.program_id(0).to(tl.int64), tl.load(layer_ptr).to(tl.int64)
     start = down_ptr + row * (QUERY + WIDTH)
     if tl.program_id(1) == 0:
-        _norm_row(start, query_norm_ptr + layer * QUERY, query_ptr + row * QUERY, QUERY, EPS, BLOCK_Q)
+        x = _norm_row(start, query_norm_ptr + layer * QUERY, query_ptr + row * QUERY, QUERY, EPS, BLOCK_Q)
+        if QUANTIZED:
+            rows = tl.num_programs(0)
+            store_quantized(x, values_ptr, scale_ptr, row, rows, QUERY, POWER_OF_TWO, FLOOR, MAX, BLOCK_Q)
     else:
         _norm_latent(
             start + QUERY, norm_ptr + layer * WIDTH, cos_ptr + row * (ROTATED // 2), sin_ptr + row * (ROTATED // 2),
@@ -51,20 +57,14 @@ def normed_latents(
 
 
 @triton.jit
-def normed(x_ptr, norm_ptr, layer_ptr, out_ptr, WIDTH: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Norms a row of x [rows, WIDTH] by layer `layer` of its norm."""
-    row, layer = tl.program_id(0).to(tl.int64), tl.load(layer_ptr).to(tl.int64)
-    _norm_row(x_ptr + row * WIDTH, norm_ptr + layer * WIDTH, out_ptr + row * WIDTH, WIDTH, EPS, BLOCK)
-
-
-@triton.jit
 def _norm_row(x_ptr, norm_ptr, out_ptr, WIDTH: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     here = column < WIDTH
     x = tl.load(x_ptr + column, mask=here, other=0.0).to(tl.float32)
     factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / WIDTH + EPS)
-    x = _normed(x, factor, norm_ptr, column, here, out_ptr.dtype.element_ty)
+    x = normed(x, factor, norm_ptr, column, here, out_ptr.dtype.element_ty)
     tl.store(out_ptr + column, x.to(out_ptr.dtype.element_ty), mask=here)
+    return x
 
 
 @triton.jit
@@ -76,11 +76,11 @@ def _norm_latent(
     here = column < WIDTH
     x = tl.load(x_ptr + column, mask=here, other=0.0).to(tl.float32)
     factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / WIDTH + EPS)
-    x = _normed(x, factor, norm_ptr, column, here, out_ptr.dtype.element_ty)
+    x = normed(x, factor, norm_ptr, column, here, out_ptr.dtype.element_ty)
     turned, second = here & (column >= plain), (column - plain) % 2 == 1
     other = tl.where(second, column - 1, column + 1)
     partner = tl.load(x_ptr + other, mask=turned, other=0.0).to(tl.float32)
-    partner = _normed(partner, factor, norm_ptr, other, turned, out_ptr.dtype.element_ty)
+    partner = normed(partner, factor, norm_ptr, other, turned, out_ptr.dtype.element_ty)
     angle = (column - plain) // 2
     cos, sin = tl.load(cos_ptr + angle, mask=turned, other=1.0), tl.load(sin_ptr + angle, mask=turned, other=0.0)
     x = tl.where(turned, x * cos + partner * tl.where(second, sin, -sin), x)
@@ -88,7 +88,7 @@ def _norm_latent(
 
 
 @triton.jit
-def _normed(x, factor, norm_ptr, column, mask, kind: tl.constexpr):
+def normed(x, factor, norm_ptr, column, mask, kind: tl.constexpr):
     """Returns float32 values that are rounded to `kind` over their root mean square, and times the norm's weights."""
     weight = tl.load(norm_ptr + column, mask=mask, other=0.0).to(kind).to(tl.float32)
     return ((x * factor).to(kind).to(tl.float32) * weight).to(kind).to(tl.float32)

@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+from pallas_kernels.triton.kernels.heads import normed
+from pallas_kernels.triton.kernels.quantize import store_quantized
+
 
 @triton.jit
 def product(
@@ -34,14 +37,17 @@ def product(
 
 @triton.jit
 def read(
-    streams_ptr, sums_ptr, base_ptr, scale_ptr, layer_ptr, rows, collapsed_ptr, post_ptr, between_ptr,
+    streams_ptr, sums_ptr, base_ptr, scale_ptr, norm_ptr, layer_ptr, rows, normed_ptr, post_ptr, between_ptr,
+    values_ptr, value_scale_ptr,
     STREAMS: tl.constexpr, WIDTH: tl.constexpr, ITERATIONS: tl.constexpr, EPS: tl.constexpr, NORM_EPS: tl.constexpr,
-    PARTS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, COLUMNS: tl.constexpr, QUANTIZED: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    FLOOR: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds streams [rows, STREAMS, WIDTH] up to collapsed [rows, WIDTH], a row and BLOCK of its columns a program.
+    """Adds streams [rows, STREAMS, WIDTH] up and norms the sum by layer `layer` of its norm: normed [rows, WIDTH].
 
-    The weights come from sums [PARTS, rows, COLUMNS] of `product`, and `base` and `scale` of layer `layer`. The first
-    program of a row also makes post [rows, STREAMS] and between [rows, STREAMS, STREAMS], in registers.
+    A program does a row. The weights come from sums [PARTS, rows, COLUMNS] of `product`, and `base` and `scale` of the
+    layer. It also makes post [rows, STREAMS] and between [rows, STREAMS, STREAMS], in registers. QUANTIZED: also e4m3
+    values of what is normed, and scales [WIDTH / 128, rows].
     """
     row, outputs = tl.program_id(0).to(tl.int64), STREAMS * (STREAMS + 2)
     layer = tl.load(layer_ptr).to(tl.int64)
@@ -50,30 +56,35 @@ def read(
     mean_square = tl.sum(tl.load(part + outputs), 0) / (STREAMS * WIDTH)
     factor = 1.0 / tl.sqrt(mean_square + NORM_EPS)
 
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK)
     here = column < WIDTH
     collapsed = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(STREAMS):
         logit = tl.sum(tl.load(part + j), 0) * factor * tl.load(scale) + tl.load(base + j)
         x = tl.load(streams_ptr + (row * STREAMS + j) * WIDTH + column, mask=here, other=0.0).to(tl.float32)
         collapsed += (1.0 / (1.0 + tl.exp(-logit)) + EPS) * x
-    tl.store(collapsed_ptr + row * WIDTH + column, collapsed.to(collapsed_ptr.dtype.element_ty), mask=here)
+    kind: tl.constexpr = normed_ptr.dtype.element_ty
+    collapsed = collapsed.to(kind).to(tl.float32)
+    factor_of_sum = 1.0 / tl.sqrt(tl.sum(collapsed * collapsed, 0) / WIDTH + NORM_EPS)
+    out = normed(collapsed, factor_of_sum, norm_ptr + layer * WIDTH, column, here, kind)
+    tl.store(normed_ptr + row * WIDTH + column, out.to(kind), mask=here)
+    if QUANTIZED:
+        store_quantized(out, values_ptr, value_scale_ptr, row, rows, WIDTH, POWER_OF_TWO, FLOOR, MAX, BLOCK)
 
-    if tl.program_id(1) == 0:
-        stream = tl.arange(0, STREAMS)
-        logits = tl.sum(tl.load(part[:, None] + STREAMS + stream[None, :]), 0) * factor
-        logits = logits * tl.load(scale + 1) + tl.load(base + STREAMS + stream)
-        tl.store(post_ptr + row * STREAMS + stream, 2.0 / (1.0 + tl.exp(-logits)))
-        pair = stream[:, None] * STREAMS + stream[None, :]
-        c = tl.sum(tl.load(part[:, None, None] + 2 * STREAMS + pair[None, :, :]), 0) * factor
-        c = c * tl.load(scale + 2) + tl.load(base + 2 * STREAMS + pair)
-        c = tl.exp(c - tl.max(c, 1)[:, None])
-        c = c / tl.sum(c, 1)[:, None] + EPS
+    stream = tl.arange(0, STREAMS)
+    logits = tl.sum(tl.load(part[:, None] + STREAMS + stream[None, :]), 0) * factor
+    logits = logits * tl.load(scale + 1) + tl.load(base + STREAMS + stream)
+    tl.store(post_ptr + row * STREAMS + stream, 2.0 / (1.0 + tl.exp(-logits)))
+    pair = stream[:, None] * STREAMS + stream[None, :]
+    c = tl.sum(tl.load(part[:, None, None] + 2 * STREAMS + pair[None, :, :]), 0) * factor
+    c = c * tl.load(scale + 2) + tl.load(base + 2 * STREAMS + pair)
+    c = tl.exp(c - tl.max(c, 1)[:, None])
+    c = c / tl.sum(c, 1)[:, None] + EPS
+    c = c / (tl.sum(c, 0)[None, :] + EPS)
+    for _ in range(1, ITERATIONS):
+        c = c / (tl.sum(c, 1)[:, None] + EPS)
         c = c / (tl.sum(c, 0)[None, :] + EPS)
-        for _ in range(1, ITERATIONS):
-            c = c / (tl.sum(c, 1)[:, None] + EPS)
-            c = c / (tl.sum(c, 0)[None, :] + EPS)
-        tl.store(between_ptr + row * STREAMS * STREAMS + pair, c)
+    tl.store(between_ptr + row * STREAMS * STREAMS + pair, c)
 
 
 @triton.jit

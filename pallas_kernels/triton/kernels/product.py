@@ -15,13 +15,14 @@ def product(
 ):  # fmt: skip
     """Multiplies a tile of x [rows, HEADS, K] with the weight of its group, w [groups, N, K] or transposed [_, K, N].
 
-    The group is `first_group`, plus the head, plus that of the tile where TILE_ROWS is above 0 (-1: nothing to do).
+    The group is HEADS times `first_group`, plus the head, plus that of the tile where TILE_ROWS is above 0 (-1: nothing
+    to do).
     SCALED operands are e4m3 with scales [K / 128, rows] and [groups, N / 128, K / 128]; with BYTES they are
     bytes, widened here. The result is [SPLITS, rows, HEADS, N], one per part of K.
     """
     split, head = tl.program_id(1), tl.program_id(2)
     tile_m, tile_n = _tile(tl.program_id(0), N, BLOCK_M, BLOCK_N, BAND)
-    group = tl.load(first_group_ptr) + head
+    group = tl.load(first_group_ptr) * HEADS + head
     end = rows
     if TILE_ROWS > 0:
         # A kernel tile lies in one tile of the layout, or covers it if that has fewer rows than a product.
@@ -62,6 +63,48 @@ def product(
         else:
             total = tl.dot(x, w, total)
     place = ((split * rows + m.to(tl.int64)) * HEADS + head)[:, None] * N + n[None, :]
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+
+
+@triton.jit
+def four_bit(
+    x_ptr, w_ptr, w_scale_ptr, tile_group_ptr, first_group_ptr, rows, out_ptr,
+    N: tl.constexpr, K: tl.constexpr, TILE_ROWS: tl.constexpr, FP4: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """Multiplies a tile of x [rows, K] with words [groups, N, K / 8] of its group, and scales [groups, K / 32, N].
+
+    Tiles and groups are those of `product`. The same four bits of 32 words are 32 columns: INT4 numbers, or FP4 codes.
+    A weight is rounded once to x's type.
+    """
+    tile_m, tile_n = _tile(tl.program_id(0), N, BLOCK_M, BLOCK_N, BAND)
+    per_tile: tl.constexpr = (TILE_ROWS + BLOCK_M - 1) // BLOCK_M
+    tile = tile_m // per_tile
+    of_tile = tl.load(tile_group_ptr + tile)
+    if of_tile < 0:
+        return
+    group = (tl.load(first_group_ptr) + of_tile).to(tl.int64)
+    m = tile * TILE_ROWS + tile_m % per_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    n, word = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, 32)
+    in_m, in_n = m < (tile + 1) * TILE_ROWS, n < N
+    x_tile = x_ptr + m.to(tl.int64)[:, None] * K + word[None, :]
+    w_tile = w_ptr + (group * N + n)[None, :] * (K // 8) + word[:, None]
+    scales = w_scale_ptr + group * (K // 32) * N + n
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for run in tl.range(0, K // 256):
+        words = tl.load(w_tile + run * 32, mask=in_n[None, :], other=0)
+        for part in tl.static_range(8):
+            bits = (words >> (4 * part)) & 15
+            scale = tl.load(scales + (run * 8 + part) * N, mask=in_n, other=0.0).to(tl.float32)
+            if FP4:  # two bits of exponent, above 126, and one of mantissa of a float32
+                f = (((bits & 7) << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+                f = tl.minimum(f, 2 * f - 1)
+                values = tl.where(bits >= 8, -f, f)
+            else:
+                values = bits.to(tl.float32) - 8
+            x = tl.load(x_tile + run * 256 + part * 32, mask=in_m[:, None], other=0.0)
+            total = tl.dot(x, (values * scale[None, :]).to(x.dtype), total)
+    place = m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
 
 

@@ -27,11 +27,7 @@ def quantize(
         if LIMIT > 0:
             x, up = tl.where(x > LIMIT, LIMIT, x), tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         x = x / (1.0 + tl.exp(-x)) * up
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), FLOOR), MAX)
-    if POWER_OF_TWO:
-        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & ~0x7FFFFF).to(tl.float32, bitcast=True)
-    x = x * tl.div_rn(1.0, scale)[:, None]
-    x = tl.where(x > MAX, MAX, tl.where(x < -MAX, -MAX, x))  # NaN stays
+    x, scale = quantized(x, POWER_OF_TWO, FLOOR, MAX)
     place = (group * rows + row)[:, None] * CHANNELS + channel[None, :]
     if values_ptr.dtype.element_ty == tl.uint8:
         tl.store(values_ptr + place, narrow(x), mask=mask)
@@ -39,3 +35,26 @@ def quantize(
         tl.store(values_ptr + place, x.to(values_ptr.dtype.element_ty), mask=mask)
     blocks: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
     tl.store(scale_ptr + (group * blocks + block) * rows + row, scale, mask=row < rows)
+
+
+@triton.jit
+def quantized(x, POWER_OF_TWO: tl.constexpr, FLOOR: tl.constexpr, MAX: tl.constexpr):
+    """Returns rows of x over their scales, within e4m3's range, and the scales."""
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), FLOOR), MAX)
+    if POWER_OF_TWO:
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & ~0x7FFFFF).to(tl.float32, bitcast=True)
+    x = x * tl.div_rn(1.0, scale)[:, None]
+    return tl.where(x > MAX, MAX, tl.where(x < -MAX, -MAX, x)), scale  # NaN stays
+
+
+@triton.jit
+def store_quantized(
+    x, values_ptr, scale_ptr, row, rows,
+    WIDTH: tl.constexpr, POWER_OF_TWO: tl.constexpr, FLOOR: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Quantizes a row x [BLOCK] of WIDTH channels to e4m3 [rows, WIDTH] and scales [WIDTH / 128, rows]."""
+    x, scale = quantized(tl.reshape(x, (BLOCK // 128, 128)), POWER_OF_TWO, FLOOR, MAX)
+    block = tl.arange(0, BLOCK // 128)
+    channel = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tl.store(values_ptr + row * WIDTH + channel, x.to(values_ptr.dtype.element_ty), mask=channel < WIDTH)
+    tl.store(scale_ptr + block.to(tl.int64) * rows + row, scale, mask=block < WIDTH // 128)

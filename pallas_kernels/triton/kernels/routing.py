@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def choose(
-    logits_ptr, bias_ptr, layer_ptr, ids_ptr, weights_ptr,
-    EXPERTS: tl.constexpr, TOPK: tl.constexpr, BIASED: tl.constexpr, ROOT: tl.constexpr, NORMED: tl.constexpr,
-    FACTOR: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    logits_ptr, bias_ptr, layer_ptr, valid_ptr, ids_ptr, weights_ptr,
+    EXPERTS: tl.constexpr, TOPK: tl.constexpr, BIASED: tl.constexpr, MASKED: tl.constexpr, ROOT: tl.constexpr,
+    NORMED: tl.constexpr, FACTOR: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Writes the TOPK experts with the highest scores and bias of a token, best first, and the weights from the scores.
 
@@ -40,6 +40,8 @@ def choose(
         taken = taken | (expert == best)
     if NORMED:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
+    if MASKED:
+        ids = tl.where(tl.load(valid_ptr + token) != 0, ids, -1)
     place = token * TOPK + slot
     tl.store(ids_ptr + place, ids, mask=slot < TOPK)
     tl.store(weights_ptr + place, weights * FACTOR, mask=slot < TOPK)

@@ -133,9 +133,7 @@ HEADS = {
 @pytest.mark.parametrize("transposed", [False, True])
 def test_heads(m, heads, n, k, transposed):
     (x, x_true), (w, w_true) = bfloat16(0, m, heads, k), bfloat16(1, 3 * heads, *((k, n) if transposed else (n, k)))
-    out = interpret(
-        lambda x, w, first: dispatch.heads(x, w, first, transposed, num_sms=NUM_BLOCKS), x, w, jnp.int32(heads)
-    )
+    out = interpret(lambda x, w, layer: dispatch.heads(x, w, layer, transposed, num_sms=NUM_BLOCKS), x, w, jnp.int32(1))
     assert out.shape == (m, heads, n) and out.dtype == jnp.bfloat16
     for head in range(heads):
         weight_true = w_true[heads + head]

@@ -11,7 +11,14 @@ from pallas_kernels import gpus
 from pallas_kernels.backend import Backend
 from pallas_kernels.dense import head_gemm, layer_gemm
 from pallas_kernels.fp8 import fp8_gemm, quantize_1x128, swiglu_quantize
-from pallas_kernels.grouped import fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
+from pallas_kernels.grouped import (
+    fp4_grouped_gemm_contiguous,
+    fp8_grouped_gemm_contiguous,
+    grouped_gemm_contiguous,
+    int4_grouped_gemm_contiguous,
+)
+from pallas_kernels.int4 import interleave
+from tests.pallas_kernels import fp4_weights, int4_weights
 from tests.pallas_kernels.gemm.interpreted import bfloat16, untouched
 from tests.pallas_kernels.numerics import activation, calc_diff, weight
 
@@ -81,6 +88,23 @@ def test_contiguous(tile_group, tile_m, fp8):
     for tile, group in enumerate(tile_group):
         at = slice(tile * tile_m, (tile + 1) * tile_m)
         assert untouched(out[at]) if group < 0 else calc_diff(out[at], x_true[at] @ w_true[2 + group].T) < 1e-5
+
+
+@pytest.mark.parametrize(("tile_group", "tile_m"), GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("word", ["int4", "fp4"])
+def test_four_bits(tile_group, tile_m, word):
+    """Every code, against float64; scales of idle groups are NaN, and never read."""
+    rows, n, k, oracle = len(tile_group) * tile_m, 72, 512, {"int4": int4_weights, "fp4": fp4_weights}[word]
+    (x, x_true), (codes, scale) = bfloat16(0, rows, k), oracle.random_weight(1, 5, n, k)
+    true = oracle.real(codes, scale)
+    scale[[group for group in range(5) if group - 2 not in tile_group]] = np.nan
+    words = fp4_weights.words(codes) if word == "fp4" else interleave(int4_weights.pack(codes))
+    multiply = fp4_grouped_gemm_contiguous if word == "fp4" else int4_grouped_gemm_contiguous
+    place = {"tile_m": tile_m, "group_offset": jnp.int32(2), "backend": TRITON}
+    out = multiply(x, words, jnp.asarray(scale).swapaxes(1, 2), jnp.array(tile_group), **place)
+    for tile, group in enumerate(tile_group):
+        at = slice(tile * tile_m, (tile + 1) * tile_m)
+        assert untouched(out[at]) if group < 0 else calc_diff(out[at], x_true[at] @ true[2 + group].T) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,17 @@ from pallas_kernels.triton.resources import kernel_resources
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.usefixtures("interpreted")
 def test_experts_and_weights_are_the_references(cfg, biased: bool) -> None:
-    """Also of small scores, of equal ones, of which the first win, and of NaN, of which no expert comes twice."""
+    """Also of small scores, of equal ones, of which the first win, of NaN, of which no expert comes twice, and none."""
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(5, 40)).astype(np.float32)
     logits[1] = -np.arange(40) - 3
     logits[2] = rng.integers(-1, 1, 40)
     bias = jnp.asarray([[np.nan] * 40, rng.permutation(40) / 80], jnp.float32) if biased else None
     found, wanted = (
-        route(cfg, jnp.asarray(logits), bias, backend, 2, 1) for backend in (Backend.TRITON, Backend.REFERENCE)
+        route(cfg, jnp.asarray(logits), bias, backend, 2, 1, jnp.arange(5) < 4)
+        for backend in (Backend.TRITON, Backend.REFERENCE)
     )
+    assert (found.ids[4] == -1).all()
     np.testing.assert_array_equal(found.ids, wanted.ids)
     np.testing.assert_allclose(found.weights, wanted.weights, rtol=2e-5)
     ids = np.asarray(route(cfg, jnp.full((1, 40), jnp.nan), bias, Backend.TRITON, 2, 1).ids[0])

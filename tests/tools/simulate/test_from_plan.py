@@ -1,6 +1,7 @@
 """Step times from a plan: equal to the plan's for its batch, and monotonic in buckets and keys."""
 
 import dataclasses
+import functools
 import types
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
+from configs.deepseek_v4_flash_0731 import DEEPSEEK_V4_FLASH_0731
 from configs.deployments import DECODE_EP144, PREFILL_EP32, V4_FLASH_4XH200
 from dsv3.engine.device.programs import Key
 from dsv3.model.vocabulary import WHOLE
@@ -22,7 +24,7 @@ from tools.plan.uncompiled_report import cache_pages
 from tools.simulate.from_plan import compute_times, table, times_digest
 from tools.simulate.options import SimulateOptions
 from tools.simulate.simulation import simulate
-from tools.simulate.times import KEYS
+from tools.simulate.times import KEYS, InstanceTimes
 
 SLOW = 4
 
@@ -71,15 +73,20 @@ def test_a_small_prefill_takes_the_time_to_read_its_weights() -> None:
 
 def test_drafts_are_refused_before_compiling() -> None:
     drafting = dataclasses.replace(DECODE_EP144, speculative_config={"method": "mtp"}, acceptance=0.8)
-    with pytest.raises(DeploymentError, match="drafts cannot be simulated"):
+    with pytest.raises(DeploymentError, match="drafts are simulated for DeepSeek-V4"):
         compute_times(DEEPSEEK_V3, drafting, lambda what: None)
+
+
+@functools.cache
+def flash_times() -> InstanceTimes:
+    return compute_times(DEEPSEEK_V4_FLASH, V4_FLASH_4XH200, lambda what: pytest.fail(what))
 
 
 @pytest.mark.aot
 def test_deepseek_v4_has_the_times_of_its_plan_from_shapes() -> None:
     """A fleet then serves with the plan's window pages: prompts that share a prefix find it."""
     deployment = V4_FLASH_4XH200
-    found = compute_times(DEEPSEEK_V4_FLASH, deployment, lambda what: pytest.fail(what))
+    found = flash_times()
     planned = uncompiled_plan(DEEPSEEK_V4_FLASH, "", dataclasses.replace(deployment, context_length=8192))
     prefill, decode = planned.step("prefill"), planned.step("decode")
     assert prefill is not None and decode is not None
@@ -92,6 +99,20 @@ def test_deepseek_v4_has_the_times_of_its_plan_from_shapes() -> None:
     options = SimulateOptions(instances="v4", shared=0.9, kv_offloading_size=1.0, **traffic)
     figures, *_ = simulate(options, {"v4": found})
     assert figures["hit_rate"] > 0.5 and figures["tiers"]["host"]["stored_bytes"]
+
+
+@pytest.mark.aot
+def test_a_step_with_drafts_takes_its_time_per_token() -> None:
+    drafting = {"speculative_config": {"method": "dspark"}, "acceptance": 0.9}
+    deployment = dataclasses.replace(V4_FLASH_4XH200, context_length=8192, **drafting)
+    model = DEEPSEEK_V4_FLASH_0731
+    found, step = (
+        compute_times(model, deployment, lambda what: None),
+        uncompiled_plan(model, "", deployment).step("decode"),
+    )
+    assert step is not None and step.tokens_per_row > 4
+    assert found.decode[64][KEYS.index(8192)] == pytest.approx(step.seconds / step.tokens_per_row)
+    assert found.decode[1][0] < flash_times().decode[1][0], "drafts pay for one request"
 
 
 def test_another_deployment_has_another_digest() -> None:

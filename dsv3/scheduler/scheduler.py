@@ -6,8 +6,10 @@ and the pages it may still write are freed only after its results have arrived. 
 schedule their work with this class.
 """
 
+import functools
 import itertools
 import os
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from time import monotonic
@@ -61,7 +63,9 @@ class Scheduler:
         self.pages = RankPages(cfg)
         self.queue = WaitingQueue()
         balancer = Balancer(cfg, self.slots, self.pages, keys_per_token)
-        self.admission = Admission(cfg, self.slots, self.pages, self.queue, balancer, self._preempt)
+        # A cycle would keep the host memory of an engine that is gone until garbage is collected.
+        preempt = functools.partial(Scheduler._preempt, weakref.proxy(self))
+        self.admission = Admission(cfg, self.slots, self.pages, self.queue, balancer, preempt)
         self.page_experts = PageExperts(cfg.num_pages * cfg.num_ranks, cfg.page_size)
         self.sequences: dict[int, Sequence] = {}  # every request that has not ended
         # In the order of priority, then admission.

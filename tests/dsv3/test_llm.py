@@ -5,6 +5,7 @@ import gc
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -178,7 +179,7 @@ def test_a_table_keeps_its_answers_where_one_row_cannot_be_answered(llm):
 def another(directory, monkeypatch):
     """Makes models that compile nothing, for tests without a step."""
     monkeypatch.setattr("dsv3.engine.engine.Engine.warm_up", lambda *_: None)
-    return lambda: LLM(directory, progress=False, **LIMITS)
+    return lambda **options: LLM(directory, progress=False, **LIMITS, **options)
 
 
 def test_a_closed_model_holds_no_array_whatever_refers_to_it(llm, another):
@@ -192,6 +193,17 @@ def test_a_closed_model_holds_no_array_whatever_refers_to_it(llm, another):
     for ask in (model.generate, model.inspect, lambda _: model.chat([{"role": "user", "content": "x"}])):
         with pytest.raises(ValueError, match="closed"):
             ask([1, 2])
+
+
+def test_a_closed_model_returns_host_memory(another):
+    """At once: no cycle keeps it until garbage is collected."""
+    gc.disable()
+    try:
+        with another(kv_offloading_size=0.001) as model:
+            engine, scheduler = weakref.ref(model.engine), weakref.ref(model.engine.scheduler)
+        assert engine() is scheduler() is None
+    finally:
+        gc.enable()
 
 
 def test_a_traceback_that_is_kept_holds_no_array(llm, another, monkeypatch):

@@ -23,7 +23,7 @@ from tools.plan.deployment import PlannedBatch, Rates
 _SCORE_BYTES = 4
 _LAUNCHES = 3  # per group: copies, attention, and the reduction of its splits
 _CHOICE_LAUNCHES = 2  # per group: scores, top-k
-_POOLING_LAUNCHES = 5  # of a compressor: rows of the windows, softmax and sum, norm and rotation, two writes
+_POOLING_LAUNCHES = 2  # of a compressor, beside its product: it completes entries, and writes rings
 _FLOAT32 = 4
 
 

@@ -42,7 +42,7 @@ KNOWN_ERRORS = (
 
 _SMALL_KERNELS_S = 32e-6
 _ROUTER_S = 19e-6
-_MIXING_LAUNCHES = 6  # of a block: product, mean square, weights, Sinkhorn's steps, what it reads, what it writes
+_MIXING_LAUNCHES = 3  # of a block: product, weights and what it reads, what it writes (`benchmarks.launches`)
 _STREAM_PASSES = 4  # of a block over all streams: three that read them, and one that writes
 _FLOAT32_FLOPS = 67 / 989  # of the peak in bfloat16: products of mixing, by the data sheet of an H200
 _MERGE_LAUNCHES = 3  # where devices divide pages: what they send is packed, and their parts are unpacked and merged

@@ -46,7 +46,7 @@ PREVIOUS, NEXT = (-1, 0), (0, 1)
 MIN_DECODE_TOKENS = 128
 MIN_PREFILL_TOKENS = 1024
 _LAUNCHES = 60
-"""Kernels that a micro-batch launches in a layer, by the compiled decode step of DeepSeek-V4 (`benchmarks.launches`)."""
+"""Kernels of a micro-batch in a layer, as in the compiled decode step of DeepSeek-V4 (`benchmarks.launches`)."""
 
 Residuals = tuple[Residual, ...]
 """Those of the two micro-batches."""

@@ -79,7 +79,7 @@ def _make(device: "Device") -> TrainingPlan:
     from tools.plan.deployment import kernel_rates
     from tools.plan.training import exchange_transfers
     from training.pipeline import simulator
-    from training.pipeline.experts import Buffers
+    from training.pipeline.experts import TeamBuffers
     from training.pipeline.memory import memory_of
     from training.pipeline.schedules import micro_batch_rows
 
@@ -87,7 +87,7 @@ def _make(device: "Device") -> TrainingPlan:
     model, schedule = config.model, training.schedule(ranks)
     rows = micro_batch_rows(config.batch_size, model.n_routed_experts, schedule.micro_batches, size)
     tokens = rows // size.devices * config.sequence_length
-    buffers = Buffers.from_batch(tokens, model.num_experts_per_tok, model.n_routed_experts, size.experts)
+    buffers = TeamBuffers.from_batch(tokens, model.num_experts_per_tok, model.n_routed_experts, size.experts)
     wire_bytes, wire = exchange_transfers(model, kernel_rates(device, model), buffers.lines, size.experts)
     stage = _longest_stage(config, device, schedule, tokens, wire)
     forward, backward, weight = stage.alone

@@ -42,7 +42,7 @@ Held = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Buffers:
+class TeamBuffers:
     """Sizes of one round: `pairs` of a row and an expert for each pair of `devices`, and lines for their rows.
 
     A device has `experts`, of which a row selects at most `most`. A round takes the rows whose first pair is among the
@@ -56,7 +56,7 @@ class Buffers:
     lines: int
 
     @classmethod
-    def from_batch(cls, tokens: int, experts_per_token: int, num_experts: int, devices: int) -> "Buffers":
+    def from_batch(cls, tokens: int, experts_per_token: int, num_experts: int, devices: int) -> "TeamBuffers":
         """Returns buffers that seldom need a second round, by the loads that serving expects (`capacity`)."""
         each = num_experts // devices
         most = min(experts_per_token, each)
@@ -89,7 +89,7 @@ class AllToAllExperts:
 
     def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, RouterStats]:
         (T, K), num_experts = routing.ids.shape, layer.params.router.shape[1]
-        buffers = Buffers.from_batch(T, K, num_experts, self.devices)
+        buffers = TeamBuffers.from_batch(T, K, num_experts, self.devices)
         held = tuple(layer_slice(leaf, layer.index) for leaf in (layer.params.gate_up, layer.params.down))
         run = exchange if buffers.pairs == T * buffers.most else exchange_in_rounds
         y = run(buffers, layer.numerics, held, x, routing.weights, routing.ids)
@@ -99,7 +99,7 @@ class AllToAllExperts:
 # Jitted, so that layers and rounds share one trace.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def exchange(
-    buffers: Buffers, numerics: Numerics, held: Held, x: jax.Array, weights: jax.Array, ids: jax.Array
+    buffers: TeamBuffers, numerics: Numerics, held: Held, x: jax.Array, weights: jax.Array, ids: jax.Array
 ) -> jax.Array:
     """Returns the weighted sum of each row's experts, `[T, D]`: dispatch, this device's experts, combine.
 
@@ -132,14 +132,14 @@ def exchange(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def exchange_in_rounds(
-    buffers: Buffers, numerics: Numerics, held: Held, x: jax.Array, weights: jax.Array, ids: jax.Array
+    buffers: TeamBuffers, numerics: Numerics, held: Held, x: jax.Array, weights: jax.Array, ids: jax.Array
 ) -> jax.Array:
     """Returns what `exchange` returns, in as many rounds as the buffers of the team need."""
     return _forward(buffers, numerics, held, x, weights, ids)[0]
 
 
 def _forward(
-    buffers: Buffers, numerics: Numerics, held: Held, x: jax.Array, weights: jax.Array, ids: jax.Array
+    buffers: TeamBuffers, numerics: Numerics, held: Held, x: jax.Array, weights: jax.Array, ids: jax.Array
 ) -> tuple[jax.Array, Any]:
     rounds = _Rounds.from_ids(ids, buffers)
     one = functools.partial(exchange, buffers, numerics)
@@ -149,7 +149,7 @@ def _forward(
     return y, (pullback, held, x, weights, rounds)
 
 
-def _backward(buffers: Buffers, numerics: Numerics, saved: Any, dy: jax.Array) -> Any:
+def _backward(buffers: TeamBuffers, numerics: Numerics, saved: Any, dy: jax.Array) -> Any:
     pullback, held, x, weights, rounds = saved
     one = functools.partial(exchange, buffers, numerics)
 
@@ -177,7 +177,7 @@ class _Rounds(NamedTuple):
     needed: jax.Array
 
     @classmethod
-    def from_ids(cls, ids: jax.Array, buffers: Buffers) -> "_Rounds":
+    def from_ids(cls, ids: jax.Array, buffers: TeamBuffers) -> "_Rounds":
         """Returns the rounds of this device's ids."""
         number = buffers.rounds(ids)
         return cls(ids, number, lax.pmax(jnp.max(jnp.where(ids >= 0, number, 0)) + 1, TEAM))

@@ -14,13 +14,13 @@ from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.router import Routing
 from dsv3.model.params import MoeParams
 from pallas_kernels.backend import Backend
-from training.pipeline.experts import TEAM, AllToAllExperts, Buffers
+from training.pipeline.experts import TEAM, AllToAllExperts, TeamBuffers
 from training.pipeline.ranks import SPLIT, is_partition, rank_meshes, spread
 from training.pipeline.schedules import RankSize
 
 DEVICES, TOKENS, EXPERTS, K, WIDTH = 4, 32, 16, 4, 8
 SIZE = RankSize(data=2, experts=DEVICES)
-BUFFERS = Buffers.from_batch(TOKENS, K, EXPERTS, DEVICES)
+BUFFERS = TeamBuffers.from_batch(TOKENS, K, EXPERTS, DEVICES)
 HELD = PartitionSpec(None, TEAM)
 INPUTS = (HELD, HELD), SPLIT, SPLIT, SPLIT, SPLIT
 

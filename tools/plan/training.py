@@ -1,6 +1,7 @@
 """Estimates the time of an overlapped forward/backward pair of a training layer, with the rates of `roofline`.
 
-A backward takes as long as two forwards, its attention core two and a half, as it recomputes the scores.
+A backward takes as long as two forwards, its attention core two and a half, as it recomputes the scores. What else it
+computes again (`training.pipeline.recompute`) is not counted.
 """
 
 import dataclasses

@@ -104,3 +104,5 @@ def test_a_round_fits_its_buffers() -> None:
                 assert here.sum() * DEVICES <= BUFFERS.received
     assert needed["even"] == 1
     assert needed["all rows to one device"] == -(-TOKENS * K // BUFFERS.pairs) > 1
+    published = TeamBuffers.from_batch(4096, 8, 256, 64)
+    assert published.received < 1.5 * 4096 * 8, "not 64 times the rows of a device"

@@ -30,7 +30,8 @@ from dsv3.model.layers.linear import Numerics, layer_slice
 from dsv3.model.layers.router import Routing
 from dsv3.model.params import MoeParams
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
-from pallas_kernels.queues import RowQueues, queue_rows
+from pallas_kernels import grouped
+from pallas_kernels.queues import queue_rows
 from sharding.experts.capacity import expected_capacity
 from sharding.experts.rows import TokenRows, localize, sum_at
 from sharding.mesh import OF_NODE
@@ -103,31 +104,37 @@ def exchange(
 ) -> jax.Array:
     """Returns the weighted sum of each row's experts, `[T, D]`: dispatch, this device's experts, combine.
 
-    The weights multiply the activations before the second product. After it, the gradient of the weights would need
-    its results.
-
     Args:
       held: this device's experts.
       x: `[T, D]`.
       weights, ids: `[T, K]`; -1 selects no expert. The rows must fit the buffers.
     """
-    queues = queue_rows(ids, buffers.devices, buffers.experts, buffers.lines, backend=numerics.backend)
-    K = ids.shape[1]
+    line, row, _ = queue_rows(ids, buffers.devices, buffers.experts, buffers.lines, backend=numerics.backend)
+    queues, K = Places(row, line), ids.shape[1]
     with jax.named_scope("dispatch"):
         # One message for both; a line without a row arrives as zeros, which select no expert.
         choice = jnp.concatenate([weights, (ids + 1).astype(jnp.float32)], axis=1)
-        arrived, choice = _to_experts(x, queues), _to_experts(choice, queues)
+        arrived, choice = _all_to_all(_copies(x, queues)), _all_to_all(_copies(choice, queues))
         rows = TokenRows(arrived, choice[:, K:].astype(jnp.int32) - 1, choice[:, :K])
     mine = localize(rows, TEAM, buffers.experts)
     gate_up, down = (leaf[None] for leaf in held)
     layer = ExpertLayer(MoeParams(None, None, gate_up, down, None), 0, numerics, pairs=buffers.received)
     activations = experts.gate_up(mine.payload, Routing(mine.ids, mine.weights), layer)
-    by_pair = mine.weights.reshape(-1).at[activations.order.source_row].get(mode="fill", fill_value=0)
-    inner = (activations.inner * by_pair[:, None]).astype(activations.inner.dtype)
-    ones = (mine.ids >= 0).astype(jnp.float32)
-    sums = experts.down(dataclasses.replace(activations, inner=inner, weights=ones), layer)
+    with jax.named_scope("experts"):
+        order, columns = activations.order, mine.ids.shape[1]
+        by_pair = mine.weights.reshape(-1).at[order.source_row].get(mode="fill", fill_value=0)
+        out = _product(activations.inner, held[1], order, numerics)
+        pairs = Places(order.source_row // columns, order.aligned_row.reshape(-1, columns))
+        sums = _sums((out * by_pair[:, None]).astype(out.dtype), pairs)
     with jax.named_scope("combine"):
-        return _from_experts(sums, queues)
+        return _sums(_all_to_all(sums), queues)
+
+
+def _product(inner: jax.Array, down: jax.Array, order: grouped.GroupAlignment, numerics: Numerics) -> jax.Array:
+    """Returns the down projections of aligned rows, `[A, D]`."""
+    if numerics.fp8_products:
+        return grouped.trained_gemm_contiguous(inner, down, order.tile_group, backend=numerics.backend)
+    return grouped.grouped_gemm_contiguous(inner, down, order.tile_group, tile_m=order.tile_m, backend=numerics.backend)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -191,20 +198,28 @@ class _Rounds(NamedTuple):
         return lax.fori_loop(1, self.needed, lambda i, total: add(total, self.ids(i)), total)
 
 
-def _send(x: jax.Array, queues: RowQueues) -> jax.Array:
-    """Sends rows of `x` `[T, N]` to the devices that they are queued for; returns those received, `[L, N]`."""
-    return _all_to_all(jnp.take(x, queues.row, axis=0, mode="fill", fill_value=0))
+class Places(NamedTuple):
+    """Copies of rows: the row of each copy `[C]`, T for none; the copies of each row `[T, K]`, C or more for none."""
+
+    row: jax.Array
+    copy: jax.Array
 
 
-def _send_back(y: jax.Array, queues: RowQueues) -> jax.Array:
-    """Sends received lines `[L, N]` back, and returns the sum of each row's, `[T, N]`."""
-    return sum_at(_all_to_all(y), queues.line)
+def _take(x: jax.Array, places: Places) -> jax.Array:
+    """Returns the copies of rows `[T, N]`: `[C, N]`, zeros for none."""
+    return jnp.take(x, places.row, axis=0, mode="fill", fill_value=0)
+
+
+def _sum(y: jax.Array, places: Places) -> jax.Array:
+    """Returns the sum of each row's copies `[C, N]`: `[T, N]`."""
+    return sum_at(y, places.copy)
+
+
+# Each is the other's transpose. The gradients of jax would scatter, which on a GPU has no defined order.
+_copies, _sums = jax.custom_vjp(_take), jax.custom_vjp(_sum)
+_copies.defvjp(lambda x, places: (_take(x, places), places), lambda places, dy: (_sum(dy, places), None))
+_sums.defvjp(lambda y, places: (_sum(y, places), places), lambda places, dy: (_take(dy, places), None))
 
 
 def _all_to_all(x: jax.Array) -> jax.Array:
     return lax.all_to_all(x, TEAM, split_axis=0, concat_axis=0, tiled=True)
-
-
-_to_experts, _from_experts = jax.custom_vjp(_send), jax.custom_vjp(_send_back)
-_to_experts.defvjp(lambda x, queues: (_send(x, queues), queues), lambda queues, dy: (_send_back(dy, queues), None))
-_from_experts.defvjp(lambda y, queues: (_send_back(y, queues), queues), lambda queues, dy: (_send(dy, queues), None))

@@ -111,11 +111,11 @@ def _cut(trace: _Trace, shapes: tuple[Any, ...]) -> Split:
     second, second_reads = trace.needed(trace.dx, done)
     _, third_reads = trace.needed(trace.dparams, done.union(second) - trace.repeated)
     read = of_first.intersection([*second_reads, *third_reads])
-    saved = choose_saved([trace.jaxpr.eqns[i] for i in sorted(done)], read, trace.everywhere)
+    chosen = choose_saved([trace.jaxpr.eqns[i] for i in sorted(done)], read, trace.everywhere)
 
-    second, second_reads = trace.needed(trace.dx, set(), saved)
+    second, second_reads = trace.needed(trace.dx, set(), chosen)
     of_second = trace.made_by(set(second) - done).union(trace.dy)
-    third, third_reads = trace.needed(trace.dparams, set(second) - done - trace.repeated, saved)
+    third, third_reads = trace.needed(trace.dparams, set(second) - done - trace.repeated, chosen)
     kept = [v for v in third_reads if v not in of_second]
     made = [v for v in third_reads if v in of_second]
     saved = sorted({*second_reads, *kept} - of_second, key=trace.position.__getitem__)

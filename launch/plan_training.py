@@ -77,8 +77,9 @@ def plan() -> tuple[dict[str, Any], bool]:
 
 def _make(device: "Device") -> TrainingPlan:
     from tools.plan.deployment import kernel_rates
-    from tools.plan.training import gather_transfers
+    from tools.plan.training import exchange_transfers
     from training.pipeline import simulator
+    from training.pipeline.experts import TeamBuffers
     from training.pipeline.memory import memory_of
     from training.pipeline.schedules import micro_batch_rows
 
@@ -86,7 +87,8 @@ def _make(device: "Device") -> TrainingPlan:
     model, schedule = config.model, training.schedule(ranks)
     rows = micro_batch_rows(config.batch_size, model.n_routed_experts, schedule.micro_batches, size)
     tokens = rows // size.devices * config.sequence_length
-    wire_bytes, wire = gather_transfers(model, device, kernel_rates(device, model), tokens, size.experts)
+    buffers = TeamBuffers.from_batch(tokens, model.num_experts_per_tok, model.n_routed_experts, size.experts)
+    wire_bytes, wire = exchange_transfers(model, kernel_rates(device, model), buffers.lines, size.experts)
     stage = _longest_stage(config, device, schedule, tokens, wire)
     forward, backward, weight = stage.alone
     durations = simulator.Durations(forward, backward, weight, stage.pair)

@@ -71,17 +71,19 @@ def launch_in_order(platform: str) -> None:
     _log.info("NCCL: %s=%s", _LAUNCH_ORDER, found)
 
 
-def compiler_options(platform: str, channels: int = 0, overlaps: bool = True) -> dict[str, int] | None:
-    """Returns the XLA options for a program with several asynchronous collectives in flight.
+def compiler_options(
+    platform: str, channels: int = 0, overlaps: bool = True, in_flight: int = _MAX_IN_FLIGHT
+) -> dict[str, int] | None:
+    """Returns the XLA options for a program with several asynchronous collectives `in_flight`.
 
-    By default XLA allows one, and rejects a program with more ("kExceedsOverlapLimit"). `channels` bounds the
-    multiprocessors of each NCCL communicator (its `maxCTAs`); 0 leaves that to NCCL. A program that never `overlaps`
-    needs no options.
+    By default XLA allows one, and rejects a program with more ("kExceedsOverlapLimit"). Those in a
+    loop count beside it. `channels` bounds the multiprocessors of each NCCL communicator (its `maxCTAs`); 0 leaves that
+    to NCCL. A program that never `overlaps` needs no options.
     """
     if resolve_overlap(platform, overlaps) is not Overlap.HOOKS:
         return None
     limits = dict.fromkeys(_NCCL_CHANNELS, channels) if channels else {}
-    return {_LIMIT: _MAX_IN_FLIGHT, **limits}
+    return {_LIMIT: in_flight, **limits}
 
 
 def limits_of(options: Mapping[str, Any] | None) -> tuple[int, int]:

@@ -19,6 +19,7 @@ import dsv3
 from dsv3 import LLM, SamplingParams, StructuredOutputsParams
 from dsv3.checkpoint.writer import save_hf
 from dsv3.engine.device.programs import Key
+from dsv3.kv_cache.tiers import host_pool
 from dsv3.scheduler.request import InvalidRequest
 from tests.dsv3.engine.fewer import one_bucket
 from tests.dsv3.model.golden import DIRECTORY, model
@@ -195,8 +196,9 @@ def test_a_closed_model_holds_no_array_whatever_refers_to_it(llm, another):
             ask([1, 2])
 
 
-def test_a_closed_model_returns_host_memory(another):
+def test_a_closed_model_returns_host_memory(another, tmp_path, monkeypatch):
     """At once: no cycle keeps it until garbage is collected."""
+    monkeypatch.setattr(host_pool, "FOLDER", tmp_path)
     gc.disable()
     try:
         with another(kv_offloading_size=0.001) as model:

@@ -63,9 +63,8 @@ def test_a_training_run_is_planned(tmp_path) -> None:
     written_plan = json.loads(written.read_text())
     assert written_plan["fits"]
     assert len(written_plan["memory"]) == 2
-    assert written_plan["pair_wire_bytes"] == 4 * 256 * 192 * 2, (
-        "four transfers of the other device's row of 256 tokens"
-    )
+    rows, choices = 4 * 256 * 192 * 2, 2 * 256 * (2 + 2) * 4
+    assert written_plan["pair_wire_bytes"] == rows + choices, "a line for each of 256 tokens, and ids and weights"
 
 
 @pytest.mark.aot

@@ -1,6 +1,7 @@
 """Estimates the time of an overlapped forward/backward pair of a training layer, with the rates of `roofline`.
 
-A backward takes as long as two forwards, its attention core two and a half, as it recomputes the scores.
+A backward takes as long as two forwards, its attention core two and a half, as it recomputes the scores. What else it
+computes again (`training.pipeline.recompute`) is not counted.
 """
 
 import dataclasses
@@ -55,15 +56,21 @@ def with_fp8_products(plain: LayerTimes, fp8: LayerTimes) -> LayerTimes:
     return LayerTimes(fp8.forward, fp8.backward - fp8.weight + plain.weight, plain.weight, plain.wire)
 
 
-def gather_transfers(model: ModelConfig, device: Device, rates: Rates, tokens: int, team: int) -> tuple[int, float]:
+def exchange_transfers(model: ModelConfig, rates: Rates, lines: int, team: int) -> tuple[int, float]:
     """Returns the bytes that a device sends, and the seconds of both transfers, in a layer's forward.
 
-    As in `training.pipeline.ranks`: an all-gather and a reduce-scatter of bfloat16 rows over `team` devices. The ring
-    crosses each link inside a node, and the NICs of a node together, once.
+    As in `training.pipeline.experts`: `lines` bfloat16 rows for each device of `team`, full or not, and back. Links
+    inside and across nodes of eight work at once.
     """
-    sent = (team - 1) * tokens * 2 * model.hidden_size
-    rate = rates.node_link if team <= 8 else min(rates.node_link, 8 * device.cross_link)
-    return 2 * sent, 2 * (TRANSFER_S + sent / rate) if team > 1 else 0.0
+    if team == 1:
+        return 0, 0.0
+    outside, inside = max(0, team - 8), min(team, 8) - 1
+    row = 2 * model.hidden_size
+    choice = 8 * model.num_experts_per_tok  # ids and weights, float32
+    seconds = 0.0
+    for size, link in ((row + choice, rates.dispatch_link), (row, rates.combine_link)):
+        seconds += TRANSFER_S + lines * size * max(inside / rates.node_link, outside / link)
+    return (team - 1) * lines * (2 * row + choice), seconds
 
 
 def deepep_transfer_seconds(model: ModelConfig, rates: Rates, tokens: int, team: int) -> float:

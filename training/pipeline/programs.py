@@ -29,8 +29,7 @@ from sharding.wire.collectives import (
     compiler_options,
     in_program_order,
     resolve_overlap,
-    start_all_gather,
-    start_reduce_scatter,
+    start_all_to_all,
 )
 from training.config import TrainingConfig
 from training.pipeline import ranks
@@ -47,6 +46,9 @@ from training.pipeline.stages import (
     partitions,
     weights,
 )
+
+MAX_IN_FLIGHT = 6
+"""Collectives of a pair: a combine, beside it the loop of rounds in a backward, which has five (`experts`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +244,8 @@ class StagePrograms:
         if (key := (id(first), id(second))) not in self._pairs:
             platform = jax.default_backend()
             program = first.pair_program(second, resolve_overlap(platform))
-            self._pairs[key] = jax.jit(program, donate_argnums=4, compiler_options=compiler_options(platform))
+            options = compiler_options(platform, in_flight=MAX_IN_FLIGHT)
+            self._pairs[key] = jax.jit(program, donate_argnums=4, compiler_options=options)
         return self._pairs[key]
 
 
@@ -278,7 +281,7 @@ def overlapped_pair(
 ) -> Callable[[Inputs, Inputs], tuple[Any, Any]]:
     """Returns a program of both, for `shard_map`: it takes the arguments of each and returns the results of each.
 
-    It overlaps the transfers of one, all-gathers and reduce-scatters of the leading axis, with compute of the other.
+    It overlaps the transfers of one, all-to-alls of the leading axis, with compute of the other.
     """
 
     def both(inputs: Inputs, other_inputs: Inputs) -> tuple[Any, Any]:
@@ -309,7 +312,7 @@ class _Direction:
         level = dict.fromkeys(self._values, 0)
         for eqn in self._jaxpr.eqns:
             at = max((level[v] for v in variables(eqn.invars)), default=0)
-            moves = eqn.primitive.name in _STARTS
+            moves = eqn.primitive.name == "all_to_all"
             (self._transfers if moves else self._equations)[at].append(eqn)
             level |= dict.fromkeys(eqn.outvars, at + moves)
         return max(level.values(), default=0)
@@ -338,8 +341,8 @@ class _Direction:
         for eqn in self._transfers.pop(level, []):
             (source,), (result,) = eqn.invars, eqn.outvars
             with jax.named_scope(self._name):
-                start = _STARTS[eqn.primitive.name]
-                self._under_way[result] = start(self._values[source], eqn.params["axis_name"], self._overlap)
+                started = start_all_to_all(self._values[source], eqn.params["axis_name"], self._overlap)
+                self._under_way[result] = started
 
     def finish(self) -> None:
         """Waits for the transfers under way."""
@@ -362,9 +365,3 @@ def _interleave(forward: _Direction, backward: _Direction) -> None:
         forward.start(level)
         backward.compute(level + 1)
         forward.finish()
-
-
-_STARTS: dict[str, Callable[[jax.Array, tuple[str, ...], Overlap], Transfer]] = {
-    "all_gather": start_all_gather,
-    "reduce_scatter": start_reduce_scatter,
-}

@@ -8,7 +8,6 @@ share them. Arrays have one of three partitions. *Rows* are split by row. *Whole
 experts, which are split by expert. *Partial* values belong to one device, with a leading axis `[Z]` of the devices.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,17 +15,11 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from dsv3.model.layers import experts
-from dsv3.model.layers.expert_parallel import count
-from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, RoutedExperts, RouterStats
-from dsv3.model.layers.router import Routing
-from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
-from sharding.experts.rows import TokenRows, localize
-from sharding.mesh import DEVICES, NODE, OF_NODE, AxisTable, rank_mesh
+from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts
+from sharding.mesh import DEVICES, NODE, AxisTable, rank_mesh
+from training.pipeline.experts import TEAM, AllToAllExperts
 from training.pipeline.schedules import RankSize
 
-TEAM = OF_NODE
-"""Axes of the devices that split the experts."""
 SPLIT = PartitionSpec(DEVICES)
 """Partition of rows, and of partial values."""
 EVERYWHERE = PartitionSpec()
@@ -65,35 +58,9 @@ def rank_meshes(devices: Sequence[jax.Device], ranks: int, size: RankSize) -> li
     return [rank_mesh(of, num_nodes=size.data) for of in of_rank]
 
 
-@dataclasses.dataclass(frozen=True)
-class GatheredExperts:
-    """Experts spread over a team: each device gathers all rows and computes its experts; a reduce-scatter adds up.
-
-    The gradient of an all-gather is a reduce-scatter and vice versa. The transports of serving pack rows into words,
-    which have no gradient.
-    """
-
-    devices: int
-
-    @property
-    def shards(self) -> Shards:
-        return ONE_DEVICE
-
-    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, RouterStats]:
-        num_experts = layer.params.router.shape[1]
-        with jax.named_scope("dispatch"):
-            rows = TokenRows(x, routing.ids, routing.weights)
-            rows = jax.tree.map(lambda leaf: lax.all_gather(leaf, TEAM, axis=0, tiled=True), rows)
-        mine = localize(rows, TEAM, num_experts // self.devices)
-        y, _ = experts.moe(mine.payload, Routing(mine.ids, mine.weights), layer)
-        with jax.named_scope("combine"):
-            y = lax.psum_scatter(y, TEAM, scatter_dimension=0, tiled=True)
-        return y, RouterStats(count(routing.ids, num_experts), None)
-
-
 def routed_experts(size: RankSize) -> RoutedExperts:
     """Returns the routed experts of a rank: local, or spread over a team."""
-    return LOCAL_EXPERTS if size.experts == 1 else GatheredExperts(size.experts)
+    return LOCAL_EXPERTS if size.experts == 1 else AllToAllExperts(size.experts)
 
 
 def spread(function: Callable[..., Any], size: RankSize, inputs: Any, outputs: Any) -> Callable[..., Any]:

@@ -2,20 +2,22 @@
 
 Pipeline schedules run the two halves of a backward apart: the previous stage waits for the input gradient, the weight
 gradient can fill a bubble. Two calls of `jax.vjp` would compute the inner cotangents twice. So one trace of the whole
-gradient is cut: each equation goes to the first program that needs it, which passes values on to later ones. Nothing
-is computed twice.
+gradient is cut: each equation goes to the first program that needs it, which passes values on to later ones.
 
-The exception are equations of parameters alone (a layer's slice of a stack, a cast): each program repeats them, or
-every micro-batch in flight would keep a copy of the weights.
+Some equations are repeated by each program that needs them: those of parameters alone (a layer's slice of a stack, a
+cast), or every micro-batch in flight would keep a copy of the weights, and cheap ones whose results would take more
+memory than what they are computed from (`recompute`).
 """
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import jax
 from jax.extend import core
+
+from training.pipeline.recompute import choose_saved
 
 Function = Callable[[Any, Any, Any], tuple[Any, Any]]
 """`(params, x, data) -> (y, extra)`: differentiated with respect to params and x; extra is not differentiated."""
@@ -74,14 +76,16 @@ class _Trace:
                 self.repeated.add(i)
                 self.everywhere.update(eqn.outvars)
 
-    def needed(self, results: Iterable[Any], done: set[int]) -> tuple[list[int], list[Any]]:
-        """Returns the equations besides `done` that compute `results`, and the variables that they read."""
+    def needed(
+        self, results: Iterable[Any], done: set[int], saved: Set[Any] = frozenset()
+    ) -> tuple[list[int], list[Any]]:
+        """Returns the equations besides `done` that compute `results` from `saved`, and the variables they read."""
         wanted, equations = set(variables(results)), list[int]()
         for i, eqn in reversed(list(enumerate(self.jaxpr.eqns))):
-            if i not in done and wanted.intersection(eqn.outvars):
+            if i not in done and not wanted.isdisjoint(v for v in eqn.outvars if v not in saved):
                 equations.append(i)
                 wanted.update(variables(eqn.invars))
-        own = self.everywhere.union(self.made_by(equations))
+        own = self.everywhere.union(self.made_by(equations)) - saved
         return equations[::-1], sorted(wanted - own, key=self.position.__getitem__)
 
     def made_by(self, equations: Iterable[int]) -> set[Any]:
@@ -103,11 +107,15 @@ def _cut(trace: _Trace, shapes: tuple[Any, ...]) -> Split:
     """Assigns each equation to the first program that needs it: forward, input gradient, weight gradient."""
     first, _ = trace.needed(trace.results, set())
     done = set(first) - trace.repeated
+    of_first = trace.made_by(done).union(trace.x, trace.data)
     second, second_reads = trace.needed(trace.dx, done)
-    done |= set(second) - trace.repeated
-    third, third_reads = trace.needed(trace.dparams, done)
+    _, third_reads = trace.needed(trace.dparams, done.union(second) - trace.repeated)
+    read = of_first.intersection([*second_reads, *third_reads])
+    chosen = choose_saved([trace.jaxpr.eqns[i] for i in sorted(done)], read, trace.everywhere)
 
-    of_second = trace.made_by(second) | set(trace.dy)
+    second, second_reads = trace.needed(trace.dx, set(), chosen)
+    of_second = trace.made_by(set(second) - done).union(trace.dy)
+    third, third_reads = trace.needed(trace.dparams, set(second) - done - trace.repeated, chosen)
     kept = [v for v in third_reads if v not in of_second]
     made = [v for v in third_reads if v in of_second]
     saved = sorted({*second_reads, *kept} - of_second, key=trace.position.__getitem__)

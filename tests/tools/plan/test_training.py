@@ -17,12 +17,15 @@ def test_errors_against_the_published_pair() -> None:
     assert errors == pytest.approx([-0.24, -0.23, -0.48], abs=0.01)
 
 
-def test_a_team_gathers_all_rows_of_the_others() -> None:
-    rates = kernel_rates(H800, DEEPSEEK_V3)
-    sent, seconds = training.gather_transfers(DEEPSEEK_V3, H800, rates, tokens=100, team=8)
-    assert sent == 2 * 7 * 100 * 2 * DEEPSEEK_V3.hidden_size
+def test_an_exchange_sends_all_lines_to_each_other_device() -> None:
+    rates, row = kernel_rates(H800, DEEPSEEK_V3), 2 * DEEPSEEK_V3.hidden_size
+    sent, seconds = training.exchange_transfers(DEEPSEEK_V3, rates, lines=100, team=8)
+    assert sent == 7 * 100 * (2 * row + 8 * 8)
     assert seconds == pytest.approx(2 * TRANSFER_S + sent / rates.node_link)
-    assert training.gather_transfers(DEEPSEEK_V3, H800, rates, tokens=100, team=1) == (0, 0.0)
+    _, seconds = training.exchange_transfers(DEEPSEEK_V3, rates, lines=100, team=64)
+    across = 56 * 100 * ((row + 8 * 8) / rates.dispatch_link + row / rates.combine_link)
+    assert seconds == pytest.approx(2 * TRANSFER_S + across)
+    assert training.exchange_transfers(DEEPSEEK_V3, rates, lines=100, team=1) == (0, 0.0)
 
 
 def test_a_pair_takes_the_time_of_the_longer_lane() -> None:

@@ -21,7 +21,7 @@ from sharding.mesh import shardings
 from sharding.wire.collectives import Overlap, compiler_options, resolve_overlap
 from tools.plan import hlo
 from tools.plan.hlo import LABELS, is_matrix_work
-from training.pipeline.programs import trace, weight_shapes
+from training.pipeline.programs import MAX_IN_FLIGHT, trace, weight_shapes
 from training.pipeline.ranks import SPLIT
 from training.pipeline.schedules import RankSize
 from training.pipeline.stages import Stage
@@ -80,7 +80,7 @@ def compile_pair() -> hlo.Module:
     held = put(weights, shardings(program.weight_partitions, mesh))
     pair = jax.jit(program.pair_program(program, Overlap.HOOKS), donate_argnums=4)
     lowered = pair.lower(held, rows(x), (), held, rows(total), rows(saved), rows(dy))
-    return hlo.parse(aot.compile_to_read(lowered, compiler_options("cuda")).as_text())
+    return hlo.parse(aot.compile_to_read(lowered, compiler_options("cuda", in_flight=MAX_IN_FLIGHT)).as_text())
 
 
 def transfers(module: hlo.Module) -> list[Beside]:
@@ -114,8 +114,8 @@ def _part(instruction: hlo.Instruction) -> str:
 
 
 def test_each_transfer_overlaps_matrix_work_of_the_other_direction() -> None:
-    """A layer dispatches rows, ids and weights and combines sums; its backward sends the gradients of two."""
-    combine_b, dispatch_f = ("all-gather", "backward", {"forward"}), ("all-gather", "forward", {"backward"})
-    dispatch_b, combine_f = ("reduce-scatter", "backward", {"forward"}), ("reduce-scatter", "forward", {"backward"})
+    """A layer dispatches rows and their choice of experts, and combines sums; so does its backward with gradients."""
+    combine_b, dispatch_f = ("all-to-all", "backward", {"forward"}), ("all-to-all", "forward", {"backward"})
     found = [(beside.kind, beside.direction, beside.directions) for beside in transfers(compile_pair())]
-    assert found == [combine_b, *[dispatch_f] * 3, *[dispatch_b] * 2, combine_f]
+    found = [each for each in found if each[0] == "all-to-all"]  # XLA may start the maximum of rounds early, too
+    assert found == [combine_b, *[dispatch_f] * 2, *[combine_b] * 2, dispatch_f]

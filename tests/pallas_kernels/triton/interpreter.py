@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import traceback
 
 import ml_dtypes
@@ -63,13 +64,15 @@ class Interpreter:
             stdout=subprocess.PIPE,
             env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
+        self._lock = threading.Lock()  # a program on a CPU launches kernels from several threads
 
     def run(self, kernel: str, arrays: list[np.ndarray], grid: tuple[int, ...], arguments: dict) -> list[np.ndarray]:
         """Returns the arrays after the kernel. Raises RuntimeError with its traceback if it fails."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        pickle.dump((kernel, arrays, grid, arguments), self._process.stdin)
-        self._process.stdin.flush()
-        results = pickle.load(self._process.stdout)
+        with self._lock:
+            pickle.dump((kernel, arrays, grid, arguments), self._process.stdin)
+            self._process.stdin.flush()
+            results = pickle.load(self._process.stdout)
         if isinstance(results, str):
             raise RuntimeError(results)
         return results

@@ -212,7 +212,7 @@ class TraceSender:
             self._wakes.set()
 
     def close(self) -> None:
-        """Has the thread send what waits, once, and end."""
+        """Asks the thread to send what waits, once, and to end; does not wait for that."""
         self._is_closing = True
         self._wakes.set()
 

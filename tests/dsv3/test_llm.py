@@ -197,7 +197,7 @@ def test_a_closed_model_holds_no_array_whatever_refers_to_it(llm, another):
 
 
 def test_a_closed_model_returns_host_memory(another, tmp_path, monkeypatch):
-    """At once: no cycle keeps it until garbage is collected."""
+    """No cycle keeps it until garbage is collected."""
     monkeypatch.setattr(host_pool, "FOLDER", tmp_path)
     gc.disable()
     try:

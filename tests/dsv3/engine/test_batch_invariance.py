@@ -99,7 +99,7 @@ def test_a_sampled_answer_scores_as_it_was_sampled(member: str) -> None:
 
 
 def test_the_trainer_scores_a_sampled_answer_as_it_was_sampled() -> None:
-    """In sparse attention it chooses the positions that decode chose: there are more than the indexer's top-k."""
+    """Sparse attention chooses the positions that decode chose: there are more than the indexer's top-k."""
     member, number = "deepseek_v32", 3
     prompt, (params, cfg) = asked(member, number, "scored").prompt_token_ids, golden.model(member)
     tokens, logprobs = alone(member, number)

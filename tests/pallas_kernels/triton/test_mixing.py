@@ -45,7 +45,7 @@ def test_what_is_read_is_the_references(tokens: int, n: int, width: int, iterati
 @pytest.mark.parametrize("number", [86, 89])
 @pytest.mark.usefixtures("interpreted")
 def test_what_is_read_is_quantized_as_by_itself(number: int, ue8m0: bool) -> None:
-    """In the kernel where a GPU converts e4m3, else after it."""
+    """The kernel quantizes where a GPU converts e4m3; elsewhere another one does, behind it."""
     streams, *rest = read_operands(3, 4, 384)
     with gpus.compiling_for(gpus.by_number(number)):
         streams = jnp.asarray(streams, jnp.bfloat16)

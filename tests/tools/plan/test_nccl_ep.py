@@ -87,7 +87,7 @@ def test_high_throughput_rows_cross_to_a_node_once() -> None:
 
 
 def test_a_plan_takes_the_mode_that_a_server_takes() -> None:
-    """From 2,048 tokens on calls have high throughput; where its buffers are too large, neither is planned."""
+    """Calls of 2,048 tokens and more have high throughput; where its buffers are too large, neither is planned."""
     machine = Machine(NODE_8XH200.nodes, NODE_8XH200.gpus_per_node)
     for tokens, mode, chunk in ((1024, "low latency", 0), (2048, "high throughput", 2048)):
         rows = LayerRows.from_widths(tokens, 8, DEEPSEEK_V3.hidden_size, fp8_dispatch=True)

@@ -91,7 +91,7 @@ def test_results_and_gradients_equal_those_of_local_experts(spread_experts: Call
 
 
 def test_a_round_fits_its_buffers() -> None:
-    """Of all routings: its rows fit the lines, its pairs what the receiver holds; and an even one needs one round."""
+    """Rows of every routing fit the lines, its pairs what the receiver holds; and an even one needs one round."""
     needed = {}
     for name, ids in routings().items():
         ids = ids[:TOKENS]

@@ -127,7 +127,7 @@ def test_any_function_is_split_correctly(function: Any, params: Any, x: Any, dat
 
 
 def test_cheap_values_are_computed_again_from_smaller_ones() -> None:
-    """Of a gate only the product's result is saved, and of an up-projection only what it projects."""
+    """A gate saves the product's result alone, an up-projection what it projects."""
 
     def layer(params: Any, x: Any, data: Any) -> tuple[jax.Array, Any]:
         up, down = params

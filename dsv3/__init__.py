@@ -16,10 +16,6 @@ __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams", "StructuredOu
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("dsv3")
     if name == "SamplingParams":
         from dsv3.sampling_params import SamplingParams
 

@@ -23,7 +23,6 @@ from dsv3.config.declaration import options_text, refuse_unknown, signature_with
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.engine import Engine
-from dsv3.engine.executor import LocalExecutor
 from dsv3.engine.operations import Operation, PauseMode, Sleep, UpdateWeights, Wake
 from dsv3.model.inspection import Hook, Inspection, inspect
 from dsv3.model.params import Params
@@ -183,7 +182,7 @@ class LLM:
         It does so whatever still refers to this object: another variable, a notebook's `Out`, a traceback.
         """
         engine, self._engine = self._engine, None
-        if engine is not None and isinstance(engine.executor, LocalExecutor):
+        if engine is not None:
             engine.executor.devices.delete()
 
     @property
@@ -368,8 +367,7 @@ class LLM:
         """
         if why := self.engine.state.why_not_serving:
             raise NotServing(why)
-        executor = self.engine.executor
-        params = executor.devices.params if isinstance(executor, LocalExecutor) else None
+        params = self.engine.executor.devices.params
         if not isinstance(params, Params):
             raise ValueError("inspect: the experts are spread over devices; make an LLM without enable_expert_parallel")
         ids = self._output(prompt, SamplingParams(max_tokens=1)).prompt_token_ids

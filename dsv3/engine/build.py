@@ -108,7 +108,7 @@ def load_components(
     options: EngineOptions,
     *,
     num_nodes: int = 1,
-    progress: bool = True,
+    progress: bool = False,
     shapes: bool = False,
 ) -> EngineComponents:
     """Loads the components of an engine; raises as `build_engine` does.

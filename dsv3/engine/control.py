@@ -21,7 +21,7 @@ import msgspec
 
 from dsv3.checkpoint.identity import known_identity
 from dsv3.engine.errors import ClusterError, public_text
-from dsv3.engine.executor import Executor
+from dsv3.engine.executor import LocalExecutor
 from dsv3.engine.operations import (
     ContinueGeneration,
     OperatedState,
@@ -46,7 +46,7 @@ class Controlled(Protocol):
     """The engine, as operations use it."""
 
     scheduler: Scheduler
-    executor: Executor
+    executor: LocalExecutor
 
     @property
     def has_requests(self) -> bool:

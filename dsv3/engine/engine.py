@@ -22,7 +22,7 @@ from dsv3.engine.components import EngineComponents
 from dsv3.engine.control import Control
 from dsv3.engine.device.programs import Progress, Store
 from dsv3.engine.errors import ClusterError, public_text
-from dsv3.engine.executor import Executor, LocalExecutor
+from dsv3.engine.executor import LocalExecutor
 from dsv3.engine.job import EngineView, JobKind, Planned, StepCommand, WorkEvents
 from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.experts import ExpertBalancer
@@ -82,7 +82,7 @@ class Engine:
     def __init__(
         self,
         components: EngineComponents,
-        executor: Executor | None = None,
+        executor: LocalExecutor | None = None,
         kinds: Series[JobKind] = JOB_KINDS,
         store: Store | None = None,
         work_events: WorkEvents | None = None,
@@ -418,7 +418,7 @@ class Engine:
         self._in_flight = []
         self.control.fail(error)
         ended = self.end_requests("error", f"the engine has failed: {public_text(error)}")
-        self.scheduler.abandon_launched_steps()
+        self.scheduler.pages.collect(self.scheduler.pages.launched)  # no results of launched steps will come
         return StepOutputs([], ended)
 
     def end_requests(self, reason: FinishReason, error: str | None = None) -> list[EngineOutput]:

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,38 +20,7 @@ from sharding.wire.collectives import launch_in_order
 
 _log = logging.getLogger(__name__)
 Results = list[Any]
-"""Results of each job of a step, in order: as its worker returned them, with numpy arrays."""
-
-
-class Executor(Protocol):
-    """Launches the steps of an engine."""
-
-    def compile_all(self, progress: Progress | None = None, store: Store | None = None) -> None:
-        """Compiles every program that is not in `store`."""
-
-    def launch_all(self) -> None:
-        """Launches every program where first launches are slower than later ones."""
-
-    def launch(self, command: StepCommand) -> Any:
-        """Starts a step and the copies of its results to the host; returns what `fetch` needs besides the command."""
-
-    def fetch(self, command: StepCommand, launched: Any) -> Results:
-        """Waits for the results of a step."""
-
-    def plan_weights(self, source: Any) -> Callable[[], None]:
-        """Returns what plans `replace_weights`, as `ServedWeights.plan`: another thread may call it, while steps run.
-
-        No other operation may begin before it has ended.
-        """
-
-    def replace_weights(self, on_progress: Callable[[], None]) -> None:
-        """Replaces the weights as planned. No step may be in flight, as for the next two."""
-
-    def sleep(self, level: int) -> None:
-        """Frees cache and weights on the devices; level 1 keeps the weights in host memory."""
-
-    def wake(self) -> None:
-        """Copies the weights back that are in host memory, and allocates the cache, empty."""
+"""Results of each job of a step, in order: as `JobKind.launch` returned them, with numpy arrays."""
 
 
 def lay_out(components: EngineComponents, kinds: Sequence[JobKind]) -> tuple[Layout, Programs]:
@@ -82,8 +51,7 @@ class LocalExecutor:
         self._memory = components.memory
         self.devices = Devices(layout, params, programs)
         self._weights = ServedWeights(components, self.devices)
-        self._workers = {kind.name: kind.worker(self.devices) for kind in kinds if kind.applies(components)}
-        self._replicated = {kind.name: kind.replicated for kind in kinds}
+        self._kinds = {kind.name: kind for kind in kinds if kind.applies(components)}
 
     def compile_all(self, progress: Progress | None = None, store: Store | None = None) -> None:
         """Compiles every program that is not in `store`."""
@@ -104,8 +72,11 @@ class LocalExecutor:
             launch_all(devices, running(layout.cfg, devices.programs.keys()))
 
     def launch(self, command: StepCommand) -> list[Any]:
-        """Starts the jobs of a step in order; returns for each the arrays that will hold its results."""
-        return [self._workers[kind].launch(each) for kind, each in command.jobs]
+        """Starts the jobs of a step in order, and the copies of their results to the host.
+
+        Returns for each the arrays that will hold its results.
+        """
+        return [self._kinds[kind].launch(self.devices, each) for kind, each in command.jobs]
 
     def fetch(self, command: StepCommand, launched: list[Any]) -> Results:
         """Waits for the results of a step. Raises if they cannot be used (`StepFunctions.connect`)."""
@@ -115,11 +86,14 @@ class LocalExecutor:
         return results
 
     def plan_weights(self, source: Any) -> Callable[[], None]:
-        """Returns what plans `replace_weights`, as `ServedWeights.plan`."""
+        """Returns what plans `replace_weights`, as `ServedWeights.plan`: another thread may call it, while steps run.
+
+        No other operation may begin before it has ended.
+        """
         return self._weights.plan(source)
 
     def replace_weights(self, on_progress: Callable[[], None]) -> None:
-        """Replaces the weights as planned."""
+        """Replaces the weights as planned. No step may be in flight, as for the next two."""
         self._weights.replace(on_progress)
 
     def sleep(self, level: int) -> None:
@@ -138,11 +112,11 @@ class LocalExecutor:
     def replicated_results(self, command: StepCommand, results: Results) -> list[np.ndarray]:
         """Returns the results that must be equal in every process."""
         jobs = zip(command.jobs, results, strict=True)
-        return [array for (kind, _), each in jobs for array in self._replicated[kind](each)]
+        return [array for (kind, _), each in jobs for array in self._kinds[kind].replicated(each)]
 
 
 def _on_host(arrays: Any) -> Any:
-    """Returns a worker's results as numpy arrays; `jax.tree.map` takes twice as long for so few."""
+    """Returns a job's results as numpy arrays; `jax.tree.map` takes twice as long for so few."""
     if not isinstance(arrays, tuple):
         return None if arrays is None else np.asarray(arrays)
     fetched = [_on_host(each) for each in arrays]

@@ -4,7 +4,7 @@ A step is a list of jobs. Each kind has four parts, in this order through a step
 
     plan      the planner reads the scheduler's state and decides what the devices shall do    leader
     command   that decision as host arrays, which every process of an instance executes        all
-    program   the worker launches compiled programs with it                                    all
+    program   `launch` starts compiled programs with it                                        all
     result    the planner processes what came back, one step late                              leader
 
 `docs/extending.md` walks through a new kind.
@@ -136,21 +136,11 @@ class Planner(Protocol):
     def on_results(self, planned: Planned, results: Any, outputs: StepOutputs) -> None:
         """Processes the results of one of its jobs, and adds to `outputs` what requests get.
 
-        Results are what its worker returned, as numpy arrays; a job with a deferred part has results of both.
+        Results are what `launch` returned, as numpy arrays; a job with a deferred part has results of both.
         """
 
     def stats(self) -> object | None:
         """Returns a record of numbers for `EngineStats`, None if there are none. Any thread may call it."""
-
-
-class Worker(Protocol):
-    """The executing half of a kind, in every process."""
-
-    def launch(self, command: Any) -> Any:
-        """Starts a job without waiting for a device.
-
-        Returns a tuple, named or not, of the arrays that `on_results` gets; their copies to the host have been started.
-        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +152,8 @@ class JobKind:
       command: the type of its commands, or several as a union.
       planner: makes the scheduling half.
       programs: yields every program that serving can need of this kind.
-      worker: makes the executing half.
+      launch: starts a job in a process without waiting for a device. Returns a tuple, named or not, of the arrays that
+        `on_results` gets; their copies to the host have been started.
       applies: whether an engine of these components has this kind.
       counters: the counters on the devices that it adds to forward programs, None if it adds none.
       replicated: yields the results of a job that are equal in every process of an instance, which compare them.
@@ -173,7 +164,7 @@ class JobKind:
     command: Any
     planner: Callable[[EngineView], Planner]
     programs: Callable[[Layout], Iterable[ProgramSpec]]
-    worker: Callable[[Devices], Worker]
+    launch: Callable[[Devices, Any], Any]
     applies: Callable[[EngineComponents], bool] = lambda _: True
     counters: Callable[[EngineComponents], ForwardCounters | None] = lambda _: None
     replicated: Callable[[Any], Iterable[np.ndarray]] = lambda _: ()

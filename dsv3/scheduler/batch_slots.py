@@ -295,9 +295,7 @@ class RankPages:
                 cache.index.attach(self.rank_index, rank)
         # Keys of pages that running prefills will fill, with the request that does; see `Sequence.pending`.
         self.pending: list[dict[Key, Sequence]] = [{} for _ in range(cfg.num_ranks)]
-        self.num_deferred = [0] * cfg.num_ranks
-        self._deferred: deque[tuple[int, int, list[int]]] = deque()  # (step, rank, pages)
-        self._deferred_windows: deque[tuple[int, int, list[int]]] = deque()
+        self._deferred: deque[tuple[int, PageCache, list[int]]] = deque()  # (step, cache, pages)
         self.launched = 0  # number of the last launched step
         self.collected = 0  # number of the last step whose results have arrived
 
@@ -323,7 +321,7 @@ class RankPages:
     @property
     def has_deferred(self) -> bool:
         """Whether pages wait for a step's results to be freed."""
-        return bool(self._deferred or self._deferred_windows)
+        return bool(self._deferred)
 
     @property
     def in_use(self) -> int:
@@ -339,39 +337,31 @@ class RankPages:
         """Records that `step` and all before it have finished, and frees the pages that waited for them."""
         self.collected = step
         while self._deferred and self._deferred[0][0] <= step:
-            _, rank, pages = self._deferred.popleft()
-            self.num_deferred[rank] -= len(pages)
-            self.caches[rank].release(pages)
-        while self._deferred_windows and self._deferred_windows[0][0] <= step:
-            _, rank, pages = self._deferred_windows.popleft()
-            self.window(rank).release(pages)
+            _, cache, pages = self._deferred.popleft()
+            cache.release(pages)
+
+    def num_deferred(self, rank: int) -> int:
+        """Returns how many releases of pages of `rank` wait for a step's results."""
+        return sum(len(pages) for _, cache, pages in self._deferred if cache is self.caches[rank])
 
     def deferred(self, rank: int) -> set[int]:
         """Returns the pages of `rank` that are free once the results of all launched steps have arrived."""
-        deferred = Counter(page for _, owner, pages in self._deferred if owner == rank for page in pages)
-        pool = self.caches[rank].pool
-        return {page for page, count in deferred.items() if pool.references(page) == count}
+        mine = self.caches[rank]
+        deferred = Counter(page for _, cache, pages in self._deferred if cache is mine for page in pages)
+        return {page for page, count in deferred.items() if mine.pool.references(page) == count}
 
-    def free(self, rank: int, pages: list[int]) -> None:
-        """Frees the pages of a request once no launched step can write them."""
+    def free(self, cache: PageCache, pages: list[int]) -> None:
+        """Frees pages of a request, in one of `caches` or `window`, once no launched step can read or write them."""
         if self.launched > self.collected:
-            self._deferred.append((self.launched, rank, pages))
-            self.num_deferred[rank] += len(pages)
+            self._deferred.append((self.launched, cache, pages))
         else:
-            self.caches[rank].release(pages)
+            cache.release(pages)
 
     def window(self, rank: int) -> PageCache:
         """Returns the cache of a rank's window pages, for a model that has them."""
         window = self.caches[rank].window
         assert window is not None
         return window
-
-    def free_window(self, rank: int, pages: list[int]) -> None:
-        """Frees window pages of a request once no launched step can read or write them."""
-        if self.launched > self.collected:
-            self._deferred_windows.append((self.launched, rank, pages))
-        else:
-            self.window(rank).release(pages)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -18,10 +18,6 @@ CALM_STEPS = 64
 """Steps in a row without an overflow after which the factor is halved: a try that fails costs two steps."""
 
 
-class CapacityExceeded(RuntimeError):
-    """A step of the fewest rows overflowed: buffers are smaller than a single row needs."""
-
-
 @dataclasses.dataclass
 class CapacityFactor:
     """Capacity factor of a phase: each row gets `factor` times the buffer space of its bucket, up to `most`.
@@ -38,7 +34,7 @@ class CapacityFactor:
     def update(self, factor: int, overflowed: bool) -> None:
         """Records whether a step that was scheduled with `factor` overflowed; results of an earlier factor are ignored.
 
-        Raises CapacityExceeded where even `most` was not enough.
+        Raises RuntimeError where even `most` was not enough.
         """
         if factor != self.factor:
             return
@@ -48,7 +44,7 @@ class CapacityFactor:
                 self._set(self.factor // 2)
             return
         if factor >= self.most:
-            raise CapacityExceeded(
+            raise RuntimeError(
                 f"a step with {factor} times the capacity per row still overflowed the buffers between the devices: "
                 "sharding.experts.capacity allocates less than a single row needs"
             )

@@ -20,7 +20,6 @@ import numpy as np
 
 from dsv3.config.engine import EngineConfig
 from dsv3.kv_cache.events import Cleared, EventQueue, EventSource, PageTokens
-from dsv3.kv_cache.page_cache import PageCache
 from dsv3.kv_cache.page_keys import (
     KEY_BYTES,
     Key,
@@ -39,7 +38,6 @@ from dsv3.scheduler.cost import KEYS_PER_TOKEN
 from dsv3.scheduler.request import FIRST_VERSION
 from dsv3.scheduler.routed_experts import PageExperts, RequestExperts
 from dsv3.scheduler.sequence import Sequence, SequenceStatus, WaitingQueue
-from dsv3.scheduler.windows import WindowPages
 
 if TYPE_CHECKING:
     from dsv3.kv_cache.transfer.server import BootstrapRooms
@@ -61,11 +59,14 @@ class Scheduler:
         self.cfg = cfg
         self.slots = BatchSlots(cfg, vocab_size)
         self.pages = RankPages(cfg)
+        self.caches = self.pages.caches
         self.queue = WaitingQueue()
-        balancer = Balancer(cfg, self.slots, self.pages, keys_per_token)
+        self.balancer = Balancer(cfg, self.slots, self.pages, keys_per_token)
         # A cycle would keep the host memory of an engine that is gone until garbage is collected.
         preempt = functools.partial(Scheduler._preempt, weakref.proxy(self))
-        self.admission = Admission(cfg, self.slots, self.pages, self.queue, balancer, preempt)
+        self.admission = Admission(cfg, self.slots, self.pages, self.queue, self.balancer, preempt)
+        self.windows = self.admission.windows
+        self.tiers: HostTiers | Hosts | None = None  # of pages below the devices
         self.page_experts = PageExperts(cfg.num_pages * cfg.num_ranks, cfg.page_size)
         self.sequences: dict[int, Sequence] = {}  # every request that has not ended
         # In the order of priority, then admission.
@@ -90,21 +91,6 @@ class Scheduler:
         return bool(self.sequences or self.offload_queue) or self.pages.has_deferred or has_orders
 
     @property
-    def tiers(self) -> HostTiers | Hosts | None:
-        """The KV offload tiers below the devices, if any."""
-        return self.admission.tiers
-
-    @property
-    def windows(self) -> WindowPages | None:
-        """The window pages of running requests; None for a model without a window."""
-        return self.admission.windows
-
-    @property
-    def balancer(self) -> Balancer:
-        """The load balancer of the ranks."""
-        return self.admission.balancer
-
-    @property
     def waits_only_for_tiers(self) -> bool:
         """Whether no request can advance before a tier has answered."""
         return bool(self.loading or self.admission.awaiting_lookup) and not any(self.prefilling)
@@ -113,11 +99,6 @@ class Scheduler:
     def waiting(self) -> list[Sequence]:
         """The waiting requests, in the order of their turns."""
         return list(self.queue)
-
-    @property
-    def caches(self) -> list[PageCache]:
-        """The page cache of each rank."""
-        return self.pages.caches
 
     def add(self, sequence: Sequence) -> None:
         """Queues a request, behind all others of its priority."""
@@ -262,10 +243,6 @@ class Scheduler:
         if self.cfg.enable_prefix_caching:
             extend_keys(sequence.root, sequence.keys, sequence.tokens, self.cfg.page_size)
 
-    def abandon_launched_steps(self) -> None:
-        """Drops the steps in flight: none of their results will be collected."""
-        self.pages.collect(self.pages.launched)
-
     def publish(self, sequence: Sequence, cached: int) -> None:
         """Inserts the pages of a running request's first `cached` tokens into the prefix cache.
 
@@ -327,7 +304,7 @@ class Scheduler:
 
     def attach_tiers(self, tiers: HostTiers | Hosts, bootstrap_rooms: "BootstrapRooms | None" = None) -> None:
         """Loads pages from `tiers` and offloads to them from now on; updates the stages of `bootstrap_rooms`."""
-        self.admission.tiers = self.balancer.tiers = tiers
+        self.tiers = self.admission.tiers = self.balancer.tiers = tiers
         self.bootstrap_rooms = bootstrap_rooms
 
     def publish_events_to(self, queue: EventQueue) -> None:
@@ -422,7 +399,7 @@ class Scheduler:
         rank = self.slots.rank_of(sequence.slot)
         cache, left = self.caches[rank], self.admission.preemption.reserved_pages(rank, sequence.priority)
         demand[rank] += cache.available <= left
-        while cache.available <= left and self.pages.num_deferred[rank] < demand[rank] + left - cache.available:
+        while cache.available <= left and self.pages.num_deferred(rank) < demand[rank] + left - cache.available:
             last = max(self.slots.on_rank(rank), key=_by_turn)
             self._preempt(last)
             if last is sequence:
@@ -460,7 +437,7 @@ class Scheduler:
         self.balancer.discharge(sequence)
         self.slots.free(sequence, state)
         pages, sequence.pages = sequence.pages, []
-        self.pages.free(rank, pages)
+        self.pages.free(self.caches[rank], pages)
         if self.windows is not None:
             self.windows.release(sequence, rank)
 

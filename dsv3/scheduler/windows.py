@@ -95,7 +95,7 @@ class WindowPages:
         """Releases the window pages that a request with so many computed `tokens` no longer needs."""
         first, mine = self._cfg.first_window_page(tokens), sequence.window_pages
         if passed := [i for i in mine if i < first]:
-            self._pages.free_window(self._slots.rank_of(sequence.slot), [mine.pop(i) for i in passed])
+            self._pages.free(self._pages.window(self._slots.rank_of(sequence.slot)), [mine.pop(i) for i in passed])
 
     def publish(self, sequence: Sequence, rank: int, count: int) -> list[tuple[bytes, int]]:
         """Inserts the window pages of a request's first `count` pages under their keys.
@@ -123,7 +123,7 @@ class WindowPages:
         """Releases all window pages of a request that leaves its slot."""
         pages = list(sequence.window_pages.values())
         sequence.window_pages, sequence.snapshots = {}, set()
-        self._pages.free_window(rank, pages)
+        self._pages.free(self._pages.window(rank), pages)
 
     def row(self, sequence: Sequence) -> np.ndarray:
         """Returns the window pages at the indices of the request's pages, `[n]` int32, -1 for none."""

@@ -3,8 +3,7 @@
 One thread serves all connections of this process: one or two threads for each of 143 followers took the leader four
 times the processor time. ZeroMQ's CURVE took the sending thread 2.3 times as long as these TLS frames, bounded messages
 instead of bytes, and hid a hung process. Messages wait in a bounded queue, so no caller waits for
-the network. A last message is acknowledged: the other process closes its end once it has read it, and `wait_closed`
-waits for that.
+the network. A last message is acknowledged: the other process closes its end once it has read it (`Channel.closed`).
 """
 
 import contextlib
@@ -33,7 +32,8 @@ class Channel:
     `heartbeat` returns the body that is sent when nothing was for `heartbeat_s` seconds. `on_message` is called with
     each body received, `on_end` once with how the connection ended ("has ended ..."); both on the thread of all
     connections, after `start`, so they must not wait. Messages received before the end are delivered first.
-    `last_received_s` is when the other process was last heard, on the monotonic clock.
+    `last_received_s` is when the other process was last heard, on the monotonic clock. `closed` is set when nothing
+    more can arrive: the other process has closed its end, or the connection is broken.
     """
 
     def __init__(
@@ -54,21 +54,12 @@ class Channel:
         self._send_error = ""
         self._has_started = self._waits = self._has_ended = False
         self._sends = self._reads = True
-        self._closed = threading.Event()
+        self.closed = threading.Event()
 
     def start(self) -> None:
         """Starts sending and receiving."""
         self._has_started = True
         _LOOP.post(self)
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing more can arrive: the other process has closed its end, or the connection is broken."""
-        return self._closed.is_set()
-
-    def reset_silence(self) -> None:
-        """Counts the silence from now on."""
-        self.last_received_s = time.monotonic()
 
     def send(self, body: bytes) -> None:
         """Queues a message, without waiting. Raises ChannelError for a message too long, and for a full queue."""
@@ -88,10 +79,6 @@ class Channel:
         with self._lock:
             self._buffered += len(body)
         self._put(body, None)
-
-    def wait_closed(self, timeout_s: float) -> bool:
-        """Waits until the other process has closed its end, at most `timeout_s` seconds; returns whether it has."""
-        return self._closed.wait(timeout_s)
 
     def _put(self, *bodies: bytes | None) -> None:
         self._queue.extend(bodies)
@@ -114,7 +101,7 @@ class Channel:
                 self._deliver(body)
         except (EOFError, OSError):
             self._reads = False
-            self._closed.set()
+            self.closed.set()
             self._end(self._send_error or "has ended, or the connection to it is broken")
         except WireError as error:
             self._end(f"sent an invalid frame: {error}")

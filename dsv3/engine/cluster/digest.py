@@ -30,19 +30,12 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _KERNEL = "backend_config="  # behind it stands up to 100 kB of a kernel's program
 
 
-class Chain:
-    """The digest of all results so far."""
-
-    def __init__(self) -> None:
-        self._last = b""
-
-    def add(self, number: int, results: Iterable[np.ndarray]) -> bytes:
-        """Adds step `number` with sampled tokens and log-probabilities `results`; returns the new digest."""
-        total = hashlib.sha256(self._last + number.to_bytes(8, "little"))
-        for array in results:
-            total.update(np.ascontiguousarray(array))
-        self._last = total.digest()[:_DIGEST_BYTES]
-        return self._last
+def chained(last: bytes, number: int, results: Iterable[np.ndarray]) -> bytes:
+    """Returns the digest of all results so far: of those up to the digest `last`, and of step `number`."""
+    total = hashlib.sha256(last + number.to_bytes(8, "little"))
+    for array in results:
+        total.update(np.ascontiguousarray(array))
+    return total.digest()[:_DIGEST_BYTES]
 
 
 class StepDigests:

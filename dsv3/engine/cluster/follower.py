@@ -21,20 +21,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
 from dsv3.config.options import ClusterOptions, EngineOptions
+from dsv3.engine.build import load_components
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
-from dsv3.engine.cluster.digest import Chain, collective_orders, order_digests
+from dsv3.engine.cluster.digest import chained, collective_orders, order_digests
 from dsv3.engine.cluster.flight_recorder import FlightRecorder
-from dsv3.engine.cluster.link import FromFollower, Incarnation, JoinedGroup, NoLeader, Serving, WaitsToRejoin
+from dsv3.engine.cluster.link import Incarnation, Report
 from dsv3.engine.cluster.start import (
     LoadComponents,
     Phases,
     adapt_to_devices,
     first_gpu,
-    load_model,
     loaded_fields,
     open_program_store,
     process_options,
@@ -42,9 +40,9 @@ from dsv3.engine.cluster.start import (
 )
 from dsv3.engine.cluster.wire import PATIENCE_S, NoAnswer, Wire, WireError, connect
 from dsv3.engine.device.pool import set_memory_fraction
-from dsv3.engine.executor import LocalExecutor, Results
+from dsv3.engine.executor import LocalExecutor
 from dsv3.engine.fingerprint import fields_of
-from dsv3.engine.job import Command, FollowerHandler, StepCommand
+from dsv3.engine.job import FollowerHandler, StepCommand
 from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.kernel_checks import apply_fallbacks, check_kernels
 from dsv3.files import read_key
@@ -64,9 +62,9 @@ def run(
     cluster: ClusterOptions,
     model_dir: Path,
     options: EngineOptions,
-    load: LoadComponents = load_model,
+    load: LoadComponents = load_components,
     last: Incarnation | None = None,
-    report: Callable[[FromFollower], None] = lambda _: None,
+    report: Callable[[Report], None] = lambda _: None,
 ) -> NoReturn:
     """Follows the leader until it ends, then ends the process: with status 0 if that was orderly, else 1.
 
@@ -79,7 +77,7 @@ def run(
     try:
         wire = _connect_to_leader(cluster, credentials)
     except WireError as error:
-        report(NoLeader())
+        report(Report("alone"))
         _end(1, str(error))
     follower = _Follower(cluster, wire, last, report)
     signals.attach(follower)
@@ -89,41 +87,13 @@ def run(
         follower.fail(error)
 
 
-class FollowerExecutor:
-    """Executes the leader's commands; `follower_handlers`, by kind of work, do what is more than running programs."""
-
-    def __init__(self, local: LocalExecutor, follower_handlers: Mapping[str, FollowerHandler]) -> None:
-        self._local, self._follower_handlers = local, follower_handlers
-
-    def launch(self, command: StepCommand) -> tuple[StepCommand, list[Any]]:
-        """Starts a step; returns it as it was launched, and the arrays that will hold its results."""
-        jobs = tuple((kind, self._prepare(kind, each)) for kind, each in command.jobs)
-        command = StepCommand(command.number, jobs)
-        return command, self._local.launch(command)
-
-    def fetch(self, command: StepCommand, launched: list[Any]) -> tuple[Results, list[np.ndarray]]:
-        """Waits for the results of a step; returns them, and those that must be equal in every process."""
-        results = self._local.fetch(command, launched)
-        return results, self._local.replicated_results(command, results)
-
-    def on_results(self, command: StepCommand, results: Results) -> None:
-        """Passes the results of a step to the handlers."""
-        for (kind, each), arrays in zip(command.jobs, results, strict=True):
-            if (follower_handler := self._follower_handlers.get(kind)) is not None:
-                follower_handler.on_results(each, arrays)
-
-    def _prepare(self, kind: str, command: Command) -> Command:
-        follower_handler = self._follower_handlers.get(kind)
-        return command if follower_handler is None else follower_handler.prepare(command)
-
-
 class _Follower:
     def __init__(
         self,
         cluster: ClusterOptions,
         wire: Wire,
         last: Incarnation | None = None,
-        report: Callable[[FromFollower], None] = lambda _: None,
+        report: Callable[[Report], None] = lambda _: None,
     ) -> None:
         self._cluster, self._last, self._report_state = cluster, last, report
         self._inbox: queue.SimpleQueue[messages.ToFollower] = queue.SimpleQueue()
@@ -143,7 +113,7 @@ class _Follower:
         generation = begin.generation
         if generation.is_over_for(self._last):
             raise WireError(f"the leader is of {generation}, which is over: this process was in {self._last}")
-        self._report_state(JoinedGroup(generation))
+        self._report_state(Report("joined", generation))
         _log.info("process %d begins in %s of %s", self._cluster.process_id, generation, generation.server)
         phases.end("connected")
         if options.check_kernels:
@@ -161,36 +131,34 @@ class _Follower:
             messages.Loaded(loaded_fields(components), components.cfg.num_pages, components.cfg.transfer_address or "")
         )
         components = dataclasses.replace(components, cfg=self._expect(messages.Build).config)
-        makers = {
-            kind.name: kind.follower_handler
+        handlers = {
+            kind.name: kind.follower_handler(components, functools.partial(self._publish, kind.name))
             for kind in JOB_KINDS
             if kind.follower_handler is not None and kind.applies(components)
         }
-        follower_handlers = {
-            name: make(components, functools.partial(self._publish, name)) for name, make in makers.items()
-        }
-        local = LocalExecutor(components, JOB_KINDS)
+        executor = LocalExecutor(components, JOB_KINDS)
         store = open_program_store(cluster, model_dir, options, components)
         del components  # only the executor refers to the weights: experts that it moves are written in place
-        local.compile_all(store=store)
+        executor.compile_all(store=store)
         phases.end("compiling")
-        self._send(messages.Compiled(order_digests(collective_orders(local.devices.programs))))
+        self._send(messages.Compiled(order_digests(collective_orders(executor.devices.programs))))
         self._expect(messages.Compiled)
-        local.launch_all()
-        self._recorder.programs = local.devices.programs
+        executor.launch_all()
+        self._recorder.programs = executor.devices.programs
         phases.end("first launches")
         _log.info("process %d is ready after %s; %s", self._cluster.process_id, phases, store)
         self._send(messages.Ready())
-        executor = FollowerExecutor(local, follower_handlers)
-        threading.Thread(target=self._report, args=(executor,), name="results", daemon=True).start()
+        threading.Thread(target=self._report, args=(executor, handlers), name="results", daemon=True).start()
         while True:
             message = self._inbox.get()
             if isinstance(message, messages.Operate):
-                self._operate(local, message)
+                self._operate(executor, message)
             elif isinstance(message, messages.Step):
                 command = messages.command_of(message, JOB_KINDS)
                 self._recorder.launching = command.number
-                self._launched.put(executor.launch(command))
+                jobs = ((kind, handlers[kind].prepare(job) if kind in handlers else job) for kind, job in command.jobs)
+                command = StepCommand(command.number, tuple(jobs))
+                self._launched.put((command, executor.launch(command)))
                 self._recorder.launched = command.number
             else:
                 raise WireError(f"the leader sent {type(message).__name__}, expected Step or Operate")
@@ -215,7 +183,7 @@ class _Follower:
         text = f"{type(error).__name__}: {error}" if expected else "".join(traceback.format_exception(error))
         _log.error("%s", text)
         self._channel.send_last(messages.encode(messages.FollowerFailed(type(error).__name__, text)))
-        answered = self._channel.wait_closed(_SHUTDOWN_S)
+        answered = self._channel.closed.wait(_SHUTDOWN_S)
         _end(1, f"the leader (process 0) {'has received' if answered else 'has not confirmed'} this error")
 
     def _expect[Message](self, kind: type[Message]) -> Message:
@@ -243,12 +211,12 @@ class _Follower:
                 _end(0, "the leader has ended the instance in order")
             case messages.Stop(failure=str(failure)):
                 _end(1, f"the leader ends the instance: {failure}")
-            case messages.Started():
+            case messages.Ready():
                 self._silence_s = self._cluster.cluster_silence_timeout
-                self._report_state(Serving())
+                self._report_state(Report("serving"))
             case messages.Wait():
                 _log.info("the others have started without process %d: it waits", self._cluster.process_id)
-                self._report_state(WaitsToRejoin())
+                self._report_state(Report("waiting"))
             case (
                 messages.Begin()
                 | messages.Checked()
@@ -261,24 +229,27 @@ class _Follower:
 
     def _on_disconnect(self, end: str) -> None:
         text = f"the leader (process 0) {end}"
-        if self._channel.closed:
+        if self._channel.closed.is_set():
             _end(1, text)
         threading.Thread(target=self.fail, args=(WireError(text),), daemon=True).start()
 
-    def _report(self, executor: FollowerExecutor) -> None:
+    def _report(self, executor: LocalExecutor, handlers: Mapping[str, FollowerHandler]) -> None:
         """Reads the results of each step, sends their digest to the leader, and passes them to the handlers."""
-        chain = Chain()
+        digest = b""
         try:
             while True:
                 command, launched = self._launched.get()
-                results, agreed = executor.fetch(command, launched)
+                results = executor.fetch(command, launched)
                 self._recorder.fetched = command.number
-                self._send(messages.Digest(command.number, chain.add(command.number, agreed)))
-                executor.on_results(command, results)
+                digest = chained(digest, command.number, executor.replicated_results(command, results))
+                self._send(messages.Digest(command.number, digest))
+                for (kind, job), arrays in zip(command.jobs, results, strict=True):
+                    if kind in handlers:
+                        handlers[kind].on_results(job, arrays)
         except Exception as error:
             self.fail(error)
 
-    def _operate(self, local: LocalExecutor, operation: messages.Operate) -> None:
+    def _operate(self, executor: LocalExecutor, operation: messages.Operate) -> None:
         """Executes an operation, a plan on a thread of its own; the leader decides what follows from an error."""
 
         def execute(work: Callable[[], None]) -> None:
@@ -294,14 +265,14 @@ class _Follower:
 
         match operation.work:
             case "plan":
-                work = local.plan_weights(operation.source)
+                work = executor.plan_weights(operation.source)
                 threading.Thread(target=execute, args=(work,), name="plan", daemon=True).start()
             case "replace":
-                execute(lambda: local.replace_weights(lambda: None))
+                execute(lambda: executor.replace_weights(lambda: None))
             case "sleep":
-                execute(lambda: local.sleep(operation.level))
+                execute(lambda: executor.sleep(operation.level))
             case "wake":
-                execute(local.wake)
+                execute(executor.wake)
 
     def _watch(self) -> None:
         interval, last = min(0.25, self._cluster.cluster_silence_timeout / 8), time.monotonic()
@@ -310,7 +281,7 @@ class _Follower:
             now, limit = time.monotonic(), self._silence_s
             suspended, last = now - last > interval + limit / 2, now
             if suspended:
-                self._channel.reset_silence()
+                self._channel.last_received_s = time.monotonic()
             elif now - self._channel.last_received_s > limit:
                 _end(1, f"the leader (process 0) has been silent for {limit:g} s: it hangs, or its host is gone")
 

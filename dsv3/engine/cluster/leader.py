@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -18,7 +19,7 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.options import LEADER, ClusterOptions
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
-from dsv3.engine.cluster.digest import Chain, Orders, StepDigests, first_difference
+from dsv3.engine.cluster.digest import Orders, StepDigests, chained, first_difference
 from dsv3.engine.cluster.flight_recorder import FlightRecorder, FlightRecords
 from dsv3.engine.cluster.link import FIRST, Incarnation
 from dsv3.engine.cluster.rejoin import RejoiningProcesses, refuse
@@ -65,19 +66,13 @@ class Leader:
         self._left_out: frozenset[int] = frozenset()
         self._rejoining: RejoiningProcesses | None = None
         self._channels: dict[int, Channel] = {}
-        self._received: dict[type, dict[int, messages.ToLeader]] = {
-            kind: {}
-            for kind in (
-                *(messages.Hello, messages.Checked, messages.Loaded, messages.Compiled, messages.Ready),
-                messages.Operated,
-            )
-        }
+        self._received: defaultdict[type, dict[int, messages.ToLeader]] = defaultdict(dict)
         self._changed = threading.Condition()
         self._failure: str | None = None
         self._explained = threading.Event()
         self._ending = False
         self._shutdown_message: bytes | None = None
-        self._digests, self._chain = StepDigests(self._followers), Chain()
+        self._digests, self._digest = StepDigests(self._followers), b""
         self._launched = (-1, 0.0)  # the last step this process has launched, and when
         self._reached = dict.fromkeys(self._followers, -1)  # the last step each follower is known to have launched
         self.recorder, self._records, self._is_stalled = FlightRecorder(), FlightRecords(), False
@@ -103,7 +98,7 @@ class Leader:
         _log.info("waiting for %d processes at %s", len(self._followers), address)
         returning_s = self._options.cluster_return_timeout if self._generation.number else None
         timeout_s = returning_s or self._options.cluster_start_timeout
-        missing = self._wait_for(messages.Hello, "to connect", timeout_s)
+        missing = self._followers - self._wait_for(messages.Hello, "to connect", timeout_s).keys()
         if missing and (returning_s is None or missing & frozenset(self._options.node_of(LEADER))):
             raise self._fail(
                 f"{_processes(missing)} of {self._options.num_processes} did not connect within {timeout_s:g} s "
@@ -143,9 +138,8 @@ class Leader:
 
         `own` is what the leader would replace.
         """
-        self._wait_for(messages.Checked, "to check their kernels")
-        others = {process_id: message.replaced for process_id, message in self._messages(messages.Checked).items()}
-        replaced = merge_fallbacks({LEADER: own, **others})
+        others = self._wait_for(messages.Checked, "to check their kernels")
+        replaced = merge_fallbacks({LEADER: own} | {process_id: each.replaced for process_id, each in others.items()})
         self._broadcast(messages.encode(messages.Checked(replaced)))
         return replaced
 
@@ -154,8 +148,7 @@ class Leader:
 
         Raises ClusterError where a follower's fields differ from the leader's.
         """
-        self._wait_for(messages.Loaded, "to load the weights")
-        loaded = self._messages(messages.Loaded)
+        loaded = self._wait_for(messages.Loaded, "to load the weights")
         for process_id, message in sorted(loaded.items()):
             if error := self._compare(process_id, fields, message.fields):
                 raise error
@@ -187,8 +180,7 @@ class Leader:
         `orders` are those of the leader's programs. Raises ClusterError where a follower's programs launch collectives
         in another order: XLA has scheduled them differently there, and the processes would hang.
         """
-        self._wait_for(messages.Compiled, "to compile")
-        others = self._messages(messages.Compiled)
+        others = self._wait_for(messages.Compiled, "to compile")
         differ = {p: found for p, m in others.items() if (found := first_difference(orders, m.orders)) is not None}
         if differ:
             name, index = differ[min(differ)]
@@ -202,9 +194,9 @@ class Leader:
         self._broadcast(messages.encode(messages.Compiled()))
 
     def wait_ready(self) -> None:
-        """Waits until every follower has launched its programs, and tells all; less silence is allowed from then on."""
+        """Waits until every follower has launched its programs, then starts all; less silence is allowed then."""
         self._wait_for(messages.Ready, "to launch their programs for the first time")
-        self._broadcast(messages.encode(messages.Started()))
+        self._broadcast(messages.encode(messages.Ready()))
         self._silence_s = self._options.cluster_silence_timeout
         if self._rejoining is not None:
             self._rejoining.on_serving()
@@ -227,8 +219,7 @@ class Leader:
 
     def wait_operated(self) -> str:
         """Waits until every follower has executed the operation; returns the first error, "" without one."""
-        self._wait_for(messages.Operated, "to execute an operation")
-        found = sorted(self._messages(messages.Operated).items())
+        found = sorted(self._wait_for(messages.Operated, "to execute an operation").items())
         return next((f"process {process_id}: {each.error}" for process_id, each in found if each.error), "")
 
     def on_launched(self, number: int) -> None:
@@ -238,7 +229,8 @@ class Leader:
     def on_results(self, number: int, results: list[np.ndarray]) -> None:
         """Records this process's results of step `number`. Raises ClusterError once the instance has failed."""
         self.recorder.fetched = number
-        self._check_digest(self._digests.add_leader(number, self._chain.add(number, results)), number)
+        self._digest = chained(self._digest, number, results)
+        self._check_digest(self._digests.add_leader(number, self._digest), number)
         self._check()
 
     def explain(self, error: Exception) -> Exception:
@@ -270,7 +262,7 @@ class Leader:
     def _has_listeners(self) -> bool:
         """Returns whether a follower, or a process in its handshake, may still read the shutdown message."""
         since_s = time.monotonic() - self._silence_s
-        listening = [c for c in self._all_channels() if not c.closed and c.last_received_s >= since_s]
+        listening = [c for c in self._all_channels() if not c.closed.is_set() and c.last_received_s >= since_s]
         return bool(listening) or self._listener.is_busy
 
     def _all_channels(self) -> list[Channel]:
@@ -367,7 +359,7 @@ class Leader:
     def _on_disconnect(self, process_id: int, channel: Channel, end: str) -> None:
         """Ends the instance, unless the process had not sent anything yet: it may have timed out, and come again."""
         with self._changed:
-            is_new = channel.closed and process_id not in self._received[messages.Hello]
+            is_new = channel.closed.is_set() and process_id not in self._received[messages.Hello]
             if is_new and self._channels.get(process_id) is channel:
                 del self._channels[process_id]
         if is_new:
@@ -390,7 +382,7 @@ class Leader:
                 self._resumed_at = now
                 self._digests.reset_deadlines()
                 for channel in list(self._channels.values()):
-                    channel.reset_silence()
+                    channel.last_received_s = time.monotonic()
             else:
                 self._check_deadlines(now)
 
@@ -426,26 +418,25 @@ class Leader:
         lines = self._records.lines([LEADER, *sorted(self._followers)])
         _log.error("%s; what each process does:\n  %s", reason, "\n  ".join(lines))
 
-    def _wait_for(self, kind: type, doing: str, timeout_s: float | None = None) -> frozenset[int]:
-        """Waits for a message of type `kind` from all followers; returns those without one at the timeout.
+    def _wait_for[M](self, kind: type[M], doing: str, timeout_s: float | None = None) -> dict[int, M]:
+        """Waits for a message of type `kind` from all followers; returns those that have come, by process.
 
         Raises ClusterError once the instance has failed.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        received = self._received[kind]
         remind = time.monotonic() + _REMIND_S
         with self._changed:
-            while missing := self._followers - received.keys():
+            while missing := self._followers - self._received[kind].keys():
                 self._check()
                 now = time.monotonic()
                 if deadline is not None and now >= deadline:
-                    return missing
+                    break
                 if now >= remind:
                     _log.info("waiting for %s %s", _processes(missing), doing)
                     remind = now + _REMIND_S
                 self._changed.wait(min(1.0, deadline - now if deadline is not None else 1.0))
             self._check()
-        return frozenset()
+            return self._messages(kind)
 
     def _broadcast(self, body: bytes) -> None:
         self._check()

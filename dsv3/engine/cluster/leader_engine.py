@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dsv3.config.options import LEADER, ClusterOptions, EngineOptions
-from dsv3.engine.build import log_components
+from dsv3.engine.build import load_components, log_components
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.digest import collective_orders
 from dsv3.engine.cluster.leader import Leader
@@ -19,14 +19,13 @@ from dsv3.engine.cluster.start import (
     Phases,
     adapt_to_devices,
     first_gpu,
-    load_model,
     loaded_fields,
     open_program_store,
     process_options,
     start_jax,
 )
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.pool import set_memory_fraction
-from dsv3.engine.device.programs import Progress, Store
 from dsv3.engine.engine import Engine
 from dsv3.engine.executor import LocalExecutor, Results
 from dsv3.engine.fingerprint import fields_of
@@ -38,25 +37,19 @@ from dsv3.engine.limits import with_pages
 _SWITCH_INTERVAL_S = 0.0005  # so that commands are sent while the engine's thread launches the same step
 
 
-class LeaderExecutor:
-    """Sends each command to the followers, executes its own part, and compares the results with theirs.
+class LeaderExecutor(LocalExecutor):
+    """Sends each command to the followers, executes its own part, and compares the results with theirs."""
 
-    `ranks` are those of this process's devices.
-    """
-
-    def __init__(self, local: LocalExecutor, leader: Leader, ranks: range) -> None:
-        self.local, self._leader, self._ranks = local, leader, ranks
-        leader.recorder.programs = local.devices.programs
-
-    def compile_all(self, progress: Progress | None = None, store: Store | None = None) -> None:
-        """Compiles this process's programs; each process compiles its own."""
-        self.local.compile_all(progress, store)
+    def __init__(self, components: EngineComponents, leader: Leader) -> None:
+        super().__init__(components, JOB_KINDS)
+        self._leader, self._ranks = leader, components.cfg.ranks_of(LEADER)
+        leader.recorder.programs = self.devices.programs
 
     def launch_all(self) -> None:
         """Launches this process's programs for the first time, once every process has compiled its own."""
-        self._leader.wait_compiled(collective_orders(self.local.devices.programs))
+        self._leader.wait_compiled(collective_orders(self.devices.programs))
         try:
-            self.local.launch_all()
+            super().launch_all()
         except Exception as error:
             raise self._leader.explain(error) from error
 
@@ -65,7 +58,7 @@ class LeaderExecutor:
         self._leader.recorder.launching = command.number
         self._leader.send(command)  # before this process's launch, so that followers do not wait for it
         try:
-            launched = self.local.launch(command.part(self._ranks))
+            launched = super().launch(command.part(self._ranks))
         except Exception as error:
             raise self._leader.explain(error) from error
         self._leader.on_launched(command.number)
@@ -74,10 +67,10 @@ class LeaderExecutor:
     def fetch(self, command: StepCommand, launched: list[Any]) -> Results:
         """Waits for the results of a step; raises ClusterError once those of another process differ."""
         try:
-            results = self.local.fetch(command, launched)
+            results = super().fetch(command, launched)
         except Exception as error:
             raise self._leader.explain(error) from error
-        self._leader.on_results(command.number, self.local.replicated_results(command, results))
+        self._leader.on_results(command.number, self.replicated_results(command, results))
         return results
 
     def plan_weights(self, source: Any) -> Callable[[], None]:
@@ -87,26 +80,24 @@ class LeaderExecutor:
         """
         if not isinstance(source, str | os.PathLike):
             raise ValueError("several processes read new weights from a directory that each of them sees")
-        here = self.local.plan_weights(source)
+        here = super().plan_weights(source)
         self._leader.operate(messages.Operate("plan", os.fspath(source)))
         return functools.partial(self._complete, here, ValueError)
 
     def replace_weights(self, on_progress: Callable[[], None]) -> None:
         """Replaces the weights of every process; raises RuntimeError where one of them fails."""
-        self._operate(messages.Operate("replace"), lambda: self.local.replace_weights(on_progress), RuntimeError)
+        self._leader.operate(messages.Operate("replace"))
+        self._complete(functools.partial(super().replace_weights, on_progress), RuntimeError)
 
     def sleep(self, level: int) -> None:
         """Frees cache and weights of every process; raises RuntimeError where one of them fails."""
-        self._operate(messages.Operate("sleep", level=level), lambda: self.local.sleep(level), RuntimeError)
+        self._leader.operate(messages.Operate("sleep", level=level))
+        self._complete(functools.partial(super().sleep, level), RuntimeError)
 
     def wake(self) -> None:
         """Restores what `sleep` has freed; raises RuntimeError where one of the processes fails."""
-        self._operate(messages.Operate("wake"), self.local.wake, RuntimeError)
-
-    def _operate(self, work: messages.Operate, here: Callable[[], None], kind: type[Exception]) -> None:
-        """Executes an operation in every process, and waits for all."""
-        self._leader.operate(work)
-        self._complete(here, kind)
+        self._leader.operate(messages.Operate("wake"))
+        self._complete(super().wake, RuntimeError)
 
     def _complete(self, here: Callable[[], None], kind: type[Exception]) -> None:
         """Executes this process's part of an operation, and waits for the others; raises this process's error first."""
@@ -132,7 +123,7 @@ def start_leader(
     model_dir: Path,
     options: EngineOptions,
     host: LeaderHost,
-    load: LoadComponents = load_model,
+    load: LoadComponents = load_components,
     generation: Incarnation = FIRST,
 ) -> Engine:
     """Returns a warm engine over the devices of all processes; every follower is ready when it returns.
@@ -164,10 +155,8 @@ def start_leader(
     components = dataclasses.replace(components, cfg=cfg)
     leader.send_limits(components.cfg)
     log_components(components)
-    ranks = components.cfg.ranks_of(LEADER)
     store = open_program_store(cluster, model_dir, options, components)
-    executor = LeaderExecutor(LocalExecutor(components, JOB_KINDS), leader, ranks)
-    engine = Engine(components, executor, store=store, work_events=leader.work_events)
+    engine = Engine(components, LeaderExecutor(components, leader), store=store, work_events=leader.work_events)
     engine.warm_up(lambda done, total, what: host.progress(f"compiling {what}", done, total))
     leader.wait_ready()
     phases.end("compiling")

@@ -5,6 +5,7 @@ import hashlib
 import hmac
 import socket
 import threading
+from typing import Literal
 
 import msgspec
 
@@ -41,10 +42,10 @@ class Incarnation(msgspec.Struct, frozen=True):
 FIRST = Incarnation()
 """The generation of processes without a supervisor that counts."""
 
-LOAD = "dsv3.engine.cluster.start:load_model"
+LOAD = "dsv3.engine.build:load_components"
 
 
-class FollowOrder(msgspec.Struct, frozen=True, tag=True):
+class FollowOrder(msgspec.Struct, frozen=True):
     """Follow the leader. `load` is "module:function" of the loader of the engine's components.
 
     `last` is the generation of the process before.
@@ -57,32 +58,20 @@ class FollowOrder(msgspec.Struct, frozen=True, tag=True):
     last: Incarnation | None = None
 
 
-class Alive(msgspec.Struct, frozen=True, tag=True):
-    """The process runs: sent by a thread of its own, whatever the main thread does."""
+class Report(msgspec.Struct, frozen=True):
+    """What a follower's process reports to its supervisor.
+
+    alive: it runs, whatever its main thread does. joined: the leader has admitted it to `generation`. serving: all
+    processes of that are ready. waiting: the others have started without it; when it gets `Stop`, the next group
+    starts, with it. alone: no leader was found in time, or the leader refused it, and a restart would not help.
+    """
+
+    state: Literal["alive", "joined", "serving", "waiting", "alone"] = "alive"
+    generation: Incarnation | None = None
 
 
-class JoinedGroup(msgspec.Struct, frozen=True, tag=True):
-    """The leader has admitted the process to this generation."""
-
-    generation: Incarnation
-
-
-class Serving(msgspec.Struct, frozen=True, tag=True):
-    """All processes of the generation are ready."""
-
-
-class WaitsToRejoin(msgspec.Struct, frozen=True, tag=True):
-    """The others have started without the process: when it gets `Stop`, the next group starts, with this process."""
-
-
-class NoLeader(msgspec.Struct, frozen=True, tag=True):
-    """No leader was found in time, or the leader refused this process: a restart would not help."""
-
-
-FromFollower = Alive | JoinedGroup | Serving | WaitsToRejoin | NoLeader
-
-_to_follower = msgspec.msgpack.Decoder(FollowOrder)
-_from_follower: msgspec.msgpack.Decoder[FromFollower] = msgspec.msgpack.Decoder(FromFollower)
+_order = msgspec.msgpack.Decoder(FollowOrder)
+_report = msgspec.msgpack.Decoder(Report)
 _READ_BYTES = 2**16
 
 
@@ -94,7 +83,7 @@ class Link:
         self._lock = threading.Lock()
         self._splitter = frames.Splitter()
 
-    def send(self, message: FollowOrder | FromFollower) -> None:
+    def send(self, message: FollowOrder | Report) -> None:
         """Sends a message; drops it if the other process has ended."""
         with self._lock, contextlib.suppress(OSError):
             self.connection.sendall(frames.encode(message))
@@ -103,15 +92,15 @@ class Link:
         """Waits for the supervisor's order; None when the supervisor has ended."""
         while received := self._receive():
             for body in self._splitter.add(received):
-                return _to_follower.decode(body)
+                return _order.decode(body)
         return None
 
-    def events(self) -> list[FromFollower] | None:
-        """Waits for messages and returns them; None when the follower has ended."""
+    def reports(self) -> list[Report] | None:
+        """Waits for reports and returns them; None when the follower has ended."""
         received = self._receive()
         if not received:
             return None
-        return [_from_follower.decode(body) for body in self._splitter.add(received)]
+        return [_report.decode(body) for body in self._splitter.add(received)]
 
     def wait_for_end(self) -> None:
         """Waits until the other process has ended."""

@@ -87,11 +87,10 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A follower has launched each of its programs and can execute commands."""
+    """A follower has launched each of its programs and can execute commands.
 
-
-class Started(msgspec.Struct, frozen=True, tag=True):
-    """Every process is ready: less silence is allowed from now on."""
+    From the leader: every process can, and less silence is allowed from now on.
+    """
 
 
 class Operate(msgspec.Struct, frozen=True, tag=True):
@@ -161,7 +160,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     failure: str | None
 
 
-ToFollower = Begin | Wait | Checked | Build | Compiled | Started | Step | Operate | Heartbeat | Stop
+ToFollower = Begin | Wait | Checked | Build | Compiled | Ready | Step | Operate | Heartbeat | Stop
 ToLeader = (
     Hello | Checked | Loaded | Compiled | Ready | Digest | Operated | WorkEvent | Heartbeat | Drain | FollowerFailed
 )

@@ -4,14 +4,13 @@ import dataclasses
 import logging
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import jax
 
 from dsv3.config.hugging_face import load_config
 from dsv3.config.options import ClusterOptions, EngineOptions, split_address
-from dsv3.engine.build import load_components
 from dsv3.engine.cluster.link import FIRST, Incarnation
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.driver import started_devices
@@ -25,13 +24,8 @@ _log = logging.getLogger("dsv3.cluster")
 _CONNECT_S = 300
 
 
-class LoadComponents(Protocol):
-    """Loads the components of an engine; called in every process, with jax started over all of them.
-
-    The mesh has `num_nodes` nodes.
-    """
-
-    def __call__(self, model_dir: Path, options: EngineOptions, *, num_nodes: int) -> EngineComponents: ...
+LoadComponents = Callable[..., EngineComponents]
+"""Loads the components of an engine, called as `dsv3.engine.build.load_components` in every process."""
 
 
 class Phases:
@@ -49,11 +43,6 @@ class Phases:
 
     def __str__(self) -> str:
         return f"{self._last - self._started:.1f} s: {', '.join(self._done)}"
-
-
-def load_model(model_dir: Path, options: EngineOptions, *, num_nodes: int) -> EngineComponents:
-    """Loads the components of a real engine."""
-    return load_components(model_dir, options, num_nodes=num_nodes, progress=False)
 
 
 def process_options(options: EngineOptions, cluster: ClusterOptions) -> EngineOptions:

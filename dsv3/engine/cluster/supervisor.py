@@ -14,16 +14,7 @@ import time
 from collections.abc import Iterator
 
 from dsv3.config.options import ClusterOptions
-from dsv3.engine.cluster.link import (
-    FollowOrder,
-    FromFollower,
-    Incarnation,
-    JoinedGroup,
-    Link,
-    NoLeader,
-    Serving,
-    WaitsToRejoin,
-)
+from dsv3.engine.cluster.link import FollowOrder, Incarnation, Link
 from dsv3.processes.child import REAP_TIMEOUT_S, DeathCounter, LinkedChild, RestartPolicy
 
 _log = logging.getLogger("dsv3.cluster")
@@ -33,27 +24,29 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Child:
-    """A follower's process, from its start on, and its state. It waits for an order to follow."""
+    """A follower's process, from its start on, and the states it has reported. It waits for an order to follow."""
 
     def __init__(self) -> None:
         self.process = LinkedChild(_CHILD)
         self.link = Link(self.process.link)
         self.generation: Incarnation | None = None
-        self.is_serving = self.is_waiting = self.is_alone = self.has_ended = False
+        self.states: set[str] = set()
+        self.has_ended = False
         self.last_received_s = time.monotonic()
 
     @property
     def is_up(self) -> bool:
         """Whether it serves, or waits to join the next group."""
-        return self.is_serving or self.is_waiting
+        return bool(self.states & {"serving", "waiting"})
 
     def read(self) -> None:
-        """Processes its messages; sets `has_ended` when it has ended."""
-        events = self.link.events()
-        self.has_ended = events is None
+        """Processes its reports; sets `has_ended` when it has ended."""
+        reports = self.link.reports()
+        self.has_ended = reports is None
         self.last_received_s = time.monotonic()
-        for each in events or []:
-            self._on_event(each)
+        for each in reports or []:
+            self.states.add(each.state)
+            self.generation = each.generation or self.generation
 
     def end(self, patience_s: float = 0.0) -> int | None:
         """Ends the process, by force after `patience_s` seconds; returns its status, None where it does not end."""
@@ -62,17 +55,6 @@ class Child:
         if status is None:
             _log.error("pid %d still exists %.0f s after kill -9", self.process.pid, REAP_TIMEOUT_S)
         return status
-
-    def _on_event(self, event: FromFollower) -> None:
-        match event:
-            case JoinedGroup(generation):
-                self.generation = generation
-            case Serving():
-                self.is_serving = True
-            case WaitsToRejoin():
-                self.is_waiting = True
-            case NoLeader():
-                self.is_alone = True
 
 
 class Supervisor:
@@ -153,7 +135,7 @@ class Supervisor:
         if child.has_ended:
             self._forget(child)
         elif child.is_up and not was_up:
-            self._has_served = self._has_served or child.is_serving
+            self._has_served = self._has_served or "serving" in child.states
             if self._deaths is not None and self._cluster.cluster_spare:
                 self._spare = self._spare or self._start()
 
@@ -174,9 +156,10 @@ class Supervisor:
         A generation that never served is not retried, unless an earlier one had served: the cause is in the settings or
         on the disks. A process joins a generation that serves already.
         """
-        if status == 0 or self._deaths is None or child.is_alone or self._end_signals > 1:
+        if status == 0 or self._deaths is None or "alone" in child.states or self._end_signals > 1:
             return False
-        was_up = self._has_served or child.is_waiting or (child.generation is not None and child.generation.number > 0)
+        is_later = child.generation is not None and child.generation.number > 0
+        was_up = self._has_served or "waiting" in child.states or is_later
         if not was_up or (self._end_signals and child.generation is None):
             return False
         if (too_many := self._deaths.record()) is not None:
@@ -185,7 +168,7 @@ class Supervisor:
 
 
 def _allowed_silence_s(cluster: ClusterOptions, child: Child) -> float:
-    return cluster.cluster_silence_timeout if child.is_serving else cluster.starting_silence_s
+    return cluster.cluster_silence_timeout if "serving" in child.states else cluster.starting_silence_s
 
 
 @contextlib.contextmanager

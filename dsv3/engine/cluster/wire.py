@@ -7,7 +7,6 @@ the reason for refusing the process.
 
 import contextlib
 import logging
-import math
 import socket
 import ssl
 import struct
@@ -157,13 +156,12 @@ class Wire:
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RD)
 
-    def discard(self, timeout_s: float = math.inf) -> None:
+    def discard(self, timeout_s: float) -> None:
         """Reads and drops data until the other process closes its end, at most `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(OSError):
             while (left := deadline - time.monotonic()) > 0:
-                if left < math.inf:
-                    self.connection.settimeout(left)
+                self.connection.settimeout(left)
                 if not self.connection.recv(2**16):
                     return
 

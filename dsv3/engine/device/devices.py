@@ -1,4 +1,4 @@
-"""Arrays on the devices of this process, as workers of jobs use them; and the first launches of all programs.
+"""Arrays on the devices of this process, as jobs use them; and the first launches of all programs.
 
 The first launch of a program on a GPU loads its kernels and makes the communicators that it needs; the second records
 its CUDA graphs. So each program is launched on padding before the first request. One that cannot run fails here, by its

@@ -70,6 +70,7 @@ class DecodeState:
     controls: Any  # [Ns, NUM_FIELDS] int32
     counters: dict[str, Any]  # int32
     window_table: Any = None  # [Ns, Mp] int32, for a model with a window
+    texts: Any = None  # [Ns, max_model_len] int32, for drafts by prompt lookup
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +95,9 @@ def decode_state_shapes(cfg: EngineConfig, counters: Mapping[str, int]) -> Decod
     counted = {name: jax.ShapeDtypeStruct((cfg.num_ranks, size), jnp.int32) for name, size in counters.items()}
     table = ints(cfg.pages_per_seq)
     windows = table if cfg.has_window else None
-    return DecodeState(ints(cfg.tokens_per_row), ints(), table, ints(NUM_FIELDS), counted, windows)
+    looks_up = cfg.speculative is not None and cfg.speculative.method == "ngram"
+    texts = ints(cfg.max_model_len) if looks_up else None
+    return DecodeState(ints(cfg.tokens_per_row), ints(), table, ints(NUM_FIELDS), counted, windows, texts)
 
 
 def adjust_state_shapes(cfg: EngineConfig, vocab_size: int) -> AdjustState:

@@ -213,40 +213,34 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
         yield layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
 
 
-class DecodeWorker:
-    """Launches the decode program, by bucket, and its sampler."""
+def launch(devices: Devices, command: DecodeCommand | SampleCommand) -> ForwardResults:
+    """Starts the batch, or the sampler of one that waited for bitmasks; leaves what a drafter needs."""
+    slots = None
+    if isinstance(command, DecodeCommand):
+        forward, sampler = _forward(devices, command), command.sample
+        if devices.layout.functions.may_overflow:
+            slots = forward.slots.addressable_data(0)  # the same on every rank
+            slots.copy_to_host_async()
+    else:
+        assert devices.decoded is not None  # the command before has left it
+        forward, sampler = devices.decoded, command
+    if sampler is None:
+        devices.decoded = forward
+        return ForwardResults(slots)
+    devices.decoded, sampled = launch_sampler(devices, forward, sampler)
+    return ForwardResults(slots, sampled=sampled, routed_experts=forward.routed_experts)
 
-    def __init__(self, devices: Devices) -> None:
-        self._devices = devices
 
-    def launch(self, command: DecodeCommand | SampleCommand) -> ForwardResults:
-        """Starts the batch, or the sampler of one that waited for bitmasks; leaves what a drafter needs."""
-        devices, slots = self._devices, None
-        if isinstance(command, DecodeCommand):
-            forward, sampler = self._forward(command), command.sample
-            if devices.layout.functions.may_overflow:
-                slots = forward.slots.addressable_data(0)  # the same on every rank
-                slots.copy_to_host_async()
-        else:
-            assert devices.decoded is not None  # the command before has left it
-            forward, sampler = devices.decoded, command
-        if sampler is None:
-            devices.decoded = forward
-            return ForwardResults(slots)
-        devices.decoded, sampled = launch_sampler(devices, forward, sampler)
-        return ForwardResults(slots, sampled=sampled, routed_experts=forward.routed_experts)
-
-    def _forward(self, command: DecodeCommand) -> Forward:
-        devices = self._devices
-        form = decode_form(devices.layout, command.longest)
-        program = devices.programs.get(Key(NAME, command.rows.shape[1], form, command.width))
-        devices.pages, devices.state, scores, draft_input, routed_experts, slots = program(
-            devices.params, devices.pages, devices.state, devices.put(command.rows)
-        )
-        if not command.wants_routed_experts:
-            return Forward(slots, scores, draft_input=draft_input)
-        experts = copy_experts(devices, routed_experts)
-        return Forward(slots, scores, draft_input=draft_input, routed_experts=experts)
+def _forward(devices: Devices, command: DecodeCommand) -> Forward:
+    form = decode_form(devices.layout, command.longest)
+    program = devices.programs.get(Key(NAME, command.rows.shape[1], form, command.width))
+    devices.pages, devices.state, scores, draft_input, routed_experts, slots = program(
+        devices.params, devices.pages, devices.state, devices.put(command.rows)
+    )
+    if not command.wants_routed_experts:
+        return Forward(slots, scores, draft_input=draft_input)
+    experts = copy_experts(devices, routed_experts)
+    return Forward(slots, scores, draft_input=draft_input, routed_experts=experts)
 
 
 def decode_body(
@@ -297,7 +291,7 @@ KIND = JobKind(
     DecodeCommand | SampleCommand,
     DecodePlanner,
     programs,
-    DecodeWorker,
+    launch,
     _applies,
     replicated=attrgetter("sampled"),
 )

@@ -2,7 +2,7 @@
 
 A draft job follows each forward job, even where the step takes no drafts, so that the drafter has processed every token
 when drafts are wanted again. It writes drafts to `DecodeState.tokens` behind each slot's last token. A drafter proposes
-them: prompt lookup (`LookupDrafter`, here), the model's MTP module (`draft_module`), or its stages of DSpark
+them: prompt lookup (`lookup`, here), the model's MTP module (`draft_module`), or its stages of DSpark
 (`draft_block`). Draft tokens are verified by the sampler (`sample.sample_body`): a draft is accepted where it equals
 the token that is sampled anyway. The host reads drafts only where a request of the job is constrained: its bitmasks
 behind drafts depend on them.
@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,44 +142,29 @@ class DraftPlanner:
         return DraftStats(self._counts.rows, self._counts.tokens, sum(accepted), tuple(accepted))
 
 
-class Drafter(Protocol):
-    """Proposes drafts on the devices."""
-
-    def launch(self, command: DraftCommand, forward: Forward) -> None:
-        """Starts it after the forward job `command.source`; it writes drafts to the state."""
+Drafter = Callable[[Devices, DraftCommand, Forward], None]
+"""Starts programs after the forward job `command.source`, which write drafts to the state."""
 
 
-class DraftWorker:
-    """Launches the drafter after a forward job."""
-
-    def __init__(self, devices: Devices, drafter: Drafter) -> None:
-        self._devices, self._drafter = devices, drafter
-
-    def launch(self, command: DraftCommand) -> tuple[jax.Array, ...]:
-        """Starts the drafter on what the forward job and the sampler have left."""
-        devices = self._devices
-        if command.source == DECODE:
-            forward, devices.decoded = devices.decoded, None
-        else:
-            forward, devices.prefilled = devices.prefilled, None
-        assert forward is not None  # a forward job of the step has left it
-        if forward.tokens is None:
-            forward = forward._replace(tokens=self._nothing_sampled(forward))
-        self._drafter.launch(command, forward)
-        if not command.returns_drafts:
-            return ()
-        drafts = devices.programs.get(Key(READ_DRAFTS, forward.slots.shape[1]))(devices.state, forward.slots)
-        drafts.copy_to_host_async()
-        return (drafts,)
-
-    def _nothing_sampled(self, forward: Forward) -> jax.Array:
-        """Returns zeros, which are ignored, for a prefill without a prompt's last chunk."""
-        return self._devices.put(np.zeros((self._devices.layout.num_local_ranks, forward.slots.shape[1], 1), np.int32))
+def _launch(drafter: Drafter, devices: Devices, command: DraftCommand) -> tuple[jax.Array, ...]:
+    """Starts the drafter on what the forward job and the sampler have left."""
+    if command.source == DECODE:
+        forward, devices.decoded = devices.decoded, None
+    else:
+        forward, devices.prefilled = devices.prefilled, None
+    assert forward is not None  # a forward job of the step has left it
+    rows = forward.slots.shape[1]
+    if forward.tokens is None:  # a prefill without a prompt's last chunk: zeros, which are ignored
+        forward = forward._replace(tokens=devices.put(np.zeros((devices.layout.num_local_ranks, rows, 1), np.int32)))
+    drafter(devices, command, forward)
+    if not command.returns_drafts:
+        return ()
+    drafts = devices.programs.get(Key(READ_DRAFTS, rows))(devices.state, forward.slots)
+    drafts.copy_to_host_async()
+    return (drafts,)
 
 
-def draft_kind(
-    method: str, programs: Callable[[Layout], Iterator[ProgramSpec]], drafter: Callable[[Devices], Drafter]
-) -> JobKind:
+def draft_kind(method: str, programs: Callable[[Layout], Iterator[ProgramSpec]], drafter: Drafter) -> JobKind:
     """Returns the kind of work for engines whose `speculative_config` has this `method`."""
 
     def applies(components: EngineComponents) -> bool:
@@ -188,10 +173,8 @@ def draft_kind(
     def with_read_drafts(layout: Layout) -> Iterator[ProgramSpec]:
         return itertools.chain(programs(layout), read_draft_programs(layout))
 
-    def worker(devices: Devices) -> DraftWorker:
-        return DraftWorker(devices, drafter(devices))
-
-    return JobKind(NAME, DraftCommand, DraftPlanner, with_read_drafts, worker, applies)
+    launch = functools.partial(_launch, drafter)
+    return JobKind(NAME, DraftCommand, DraftPlanner, with_read_drafts, launch, applies)
 
 
 def verified_batch(
@@ -235,91 +218,74 @@ def read_drafts_body(state: DecodeState, slots: jax.Array) -> jax.Array:
 def lookup_programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields one program per bucket of prefill and of decode: texts grow in steps without drafts too."""
     cfg = layout.cfg
-    given = (_texts(layout), layout.array(), layout.array(cfg.max_model_len))
+    given = (layout.state, layout.array(), layout.array(cfg.max_model_len))
     yield layout.per_rank(_LOAD_TEXT, load_text_body, given, donated=(0,), padding={1: layout.padding_slot})
     for size in cfg.prefill_buckets:
         count = cfg.prefill_rows(size)
-        arguments = (_texts(layout), layout.state, *layout.chunks(size), layout.array(count), layout.array(count, 1))
+        arguments = (layout.state, *layout.chunks(size), layout.array(count), layout.array(count, 1))
         body = functools.partial(prefill_body, layout, cfg.tokens_per_row - 1)
-        padding = {3: layout.padding_chunk, 4: layout.padding_slot}
-        yield layout.per_rank(Key(f"lookup {PREFILL}", size), body, arguments, donated=(0, 1), padding=padding)
+        padding = {2: layout.padding_chunk, 3: layout.padding_slot}
+        yield layout.per_rank(Key(f"lookup {PREFILL}", size), body, arguments, donated=(0,), padding=padding)
     for size in cfg.decode_buckets:
         S = cfg.width(size)
-        rows = (_texts(layout), layout.state, layout.array(size), layout.array(size, S))
+        rows = (layout.state, layout.array(size), layout.array(size, S))
         body = functools.partial(_propose, layout, S - 1)
-        key, padding = Key(f"lookup {DECODE}", size, width=S), {2: layout.padding_slot}
-        yield layout.per_rank(key, body, rows, donated=(0, 1), padding=padding)
+        key, padding = Key(f"lookup {DECODE}", size, width=S), {1: layout.padding_slot}
+        yield layout.per_rank(key, body, rows, donated=(0,), padding=padding)
 
 
-def _texts(layout: Layout) -> jax.ShapeDtypeStruct:
-    """Returns the shape of the texts, one row per slot: 4 bytes per slot and token of max_model_len."""
-    return layout.array(layout.cfg.max_num_seqs, layout.cfg.max_model_len)
-
-
-class LookupDrafter:
-    """Prompt lookup: proposes what followed the last tokens where they occurred before in the request's text.
+def lookup(devices: Devices, command: DraftCommand, forward: Forward) -> None:
+    """Proposes what followed the last tokens where they occurred before in the request's text.
 
     It needs no weights, and is accepted where a model repeats what it has read: code, quotations, tables. The text of
-    each slot is on the device, since the host sees a token one step late.
+    each slot is on the device (`DecodeState.texts`), since the host sees a token one step late.
     """
-
-    def __init__(self, devices: Devices) -> None:
-        self._devices = devices
-        self._texts = devices.zeros(_texts(devices.layout))
-
-    def launch(self, command: DraftCommand, forward: Forward) -> None:
-        """Starts the lookup after the forward job `command.source`; it writes drafts to the state."""
-        devices = self._devices
-        for turn in range(command.text_launches):
-            self._load_text(command.texts, turn)
-        program = devices.programs.get(Key(f"lookup {command.source}", command.size, width=command.width))
-        given = (*forward.batch, forward.slots, forward.tokens)
-        self._texts, devices.state = program(self._texts, devices.state, *given)
-
-    def _load_text(self, texts: list[CachedText], turn: int) -> None:
-        """Loads the `turn`-th text of each rank."""
-        devices, cfg = self._devices, self._devices.layout.cfg
-        ranks = devices.layout.num_local_ranks
-        slots, tokens = np.full(ranks, cfg.max_num_seqs, np.int32), np.zeros((ranks, cfg.max_model_len), np.int32)
-        for rank in range(ranks):
-            mine = [text for text in texts if text.rank == rank]
-            if turn < len(mine):
-                slots[rank], tokens[rank, : len(mine[turn].tokens)] = mine[turn].slot, mine[turn].tokens
-        self._texts = devices.programs.get(_LOAD_TEXT)(self._texts, devices.put(slots), devices.put(tokens))
+    for turn in range(command.text_launches):
+        _load_text(devices, command.texts, turn)
+    program = devices.programs.get(Key(f"lookup {command.source}", command.size, width=command.width))
+    devices.state = program(devices.state, *forward.batch, forward.slots, forward.tokens)
 
 
-def load_text_body(texts: jax.Array, slot: jax.Array, tokens: jax.Array) -> jax.Array:
+def _load_text(devices: Devices, texts: list[CachedText], turn: int) -> None:
+    """Loads the `turn`-th text of each rank."""
+    cfg, ranks = devices.layout.cfg, devices.layout.num_local_ranks
+    slots, tokens = np.full(ranks, cfg.max_num_seqs, np.int32), np.zeros((ranks, cfg.max_model_len), np.int32)
+    for rank in range(ranks):
+        mine = [text for text in texts if text.rank == rank]
+        if turn < len(mine):
+            slots[rank], tokens[rank, : len(mine[turn].tokens)] = mine[turn].slot, mine[turn].tokens
+    devices.state = devices.programs.get(_LOAD_TEXT)(devices.state, devices.put(slots), devices.put(tokens))
+
+
+def load_text_body(state: DecodeState, slot: jax.Array, tokens: jax.Array) -> DecodeState:
     """Sets the text of `slot` to `tokens` `[max_model_len]`, for one rank."""
-    return texts.at[slot].set(tokens, mode="drop")
+    return dataclasses.replace(state, texts=state.texts.at[slot].set(tokens, mode="drop"))
 
 
 def prefill_body(
     layout: Layout,
     drafts: int,
-    texts: jax.Array,
     state: DecodeState,
     tokens: jax.Array,
     rows: jax.Array,
     slots: jax.Array,
     sampled: jax.Array,
-) -> tuple[jax.Array, DecodeState]:
-    """Appends chunks of prompts to `texts` `[Ns, max_model_len]`, for one rank; proposes drafts for `slots` `[B]`.
+) -> DecodeState:
+    """Appends chunks of prompts to the texts, for one rank; proposes drafts for `slots` `[B]`.
 
     `tokens` and `rows` are those of `prefill.prefill_body`, `sampled` `[B, 1]` the first tokens.
     """
     batch = ragged_batch(layout.cfg, tokens, rows)
     index = jnp.arange(tokens.shape[0])
     chunk = jnp.minimum(search(batch.cu_lengths[1:], index, side="right"), rows.shape[0] - 1)
-    owner = jnp.where(index < batch.cu_lengths[-1], rows[chunk, 0], texts.shape[0])
-    texts = texts.at[owner, batch.positions].set(tokens, mode="drop")
-    return _propose(layout, drafts, texts, state, slots, sampled)
+    owner = jnp.where(index < batch.cu_lengths[-1], rows[chunk, 0], state.texts.shape[0])
+    state = dataclasses.replace(state, texts=state.texts.at[owner, batch.positions].set(tokens, mode="drop"))
+    return _propose(layout, drafts, state, slots, sampled)
 
 
-def _propose(
-    layout: Layout, drafts: int, texts: jax.Array, state: DecodeState, slots: jax.Array, sampled: jax.Array
-) -> tuple[jax.Array, DecodeState]:
+def _propose(layout: Layout, drafts: int, state: DecodeState, slots: jax.Array, sampled: jax.Array) -> DecodeState:
     """Appends `sampled` `[B, S]` to the texts of `slots` `[B]`; writes drafts to the state."""
-    speculative = layout.cfg.speculative
+    speculative, texts = layout.cfg.speculative, state.texts
     assert speculative is not None  # else there is no drafter
     clipped = jnp.minimum(slots, texts.shape[0] - 1)  # padding gets any slot's
     lengths, counts = state.lengths[clipped], jnp.sum(sampled > NOTHING, axis=1, dtype=jnp.int32)
@@ -328,7 +294,7 @@ def _propose(
     texts = texts.at[slots[:, None], positions].set(sampled, mode="drop")
     bounds = speculative.lookup_min, speculative.lookup_max
     found = jax.vmap(lambda text, length: continuation(text, length, drafts, *bounds))(texts[clipped], lengths)
-    return texts, with_drafts(state, slots, found)
+    return with_drafts(dataclasses.replace(state, texts=texts), slots, found)
 
 
 def continuation(text: jax.Array, length: jax.Array, drafts: int, low: int, high: int) -> jax.Array:
@@ -351,4 +317,4 @@ def continuation(text: jax.Array, length: jax.Array, drafts: int, low: int, high
     return jnp.where(positions < length, text[jnp.minimum(positions, text.shape[0] - 1)], NO_DRAFT)
 
 
-KIND = draft_kind("ngram", lookup_programs, LookupDrafter)
+KIND = draft_kind("ngram", lookup_programs, lookup)

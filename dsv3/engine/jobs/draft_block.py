@@ -48,20 +48,13 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
         yield forward_program(layout, Key(DECODE, size, width=S), decode_body, rows_given, {4: layout.padding_slot})
 
 
-class BlockDrafter:
-    """Runs the stages."""
-
-    def __init__(self, devices: Devices) -> None:
-        self._devices = devices
-
-    def launch(self, command: DraftCommand, forward: Forward) -> None:
-        """Starts the stages after the forward job `command.source`; they write drafts to the state."""
-        devices = self._devices
-        program = devices.programs.get(Key(f"dspark {command.source}", command.size, width=command.width))
-        given: tuple[Any, ...] = (forward.draft_input, *forward.batch, forward.slots)
-        if command.source == decode.NAME:
-            given = (*given, forward.tokens)
-        devices.pages, devices.state = program(devices.params, devices.pages, devices.state, *given)
+def run_stages(devices: Devices, command: DraftCommand, forward: Forward) -> None:
+    """Starts the stages."""
+    program = devices.programs.get(Key(f"dspark {command.source}", command.size, width=command.width))
+    given: tuple[Any, ...] = (forward.draft_input, *forward.batch, forward.slots)
+    if command.source == decode.NAME:
+        given = (*given, forward.tokens)
+    devices.pages, devices.state = program(devices.params, devices.pages, devices.state, *given)
 
 
 def prefill_body(
@@ -136,4 +129,4 @@ def _stages(layout: Layout) -> BlockFunctions:
     return layout.functions.draft
 
 
-KIND = draft_kind("dspark", programs, BlockDrafter)
+KIND = draft_kind("dspark", programs, run_stages)

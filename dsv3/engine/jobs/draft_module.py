@@ -70,28 +70,21 @@ def chain_key(size: int, number: int, form: AttentionForm) -> Key:
     return Key(CHAIN, size, form, 1 + number)
 
 
-class ModuleDrafter:
-    """Runs the module."""
+def run_module(devices: Devices, command: DraftCommand, forward: Forward) -> None:
+    """Starts the module; each further draft has a program of its own.
 
-    def __init__(self, devices: Devices) -> None:
-        self._devices = devices
-
-    def launch(self, command: DraftCommand, forward: Forward) -> None:
-        """Starts the module after the forward job `command.source`; it writes drafts to the state.
-
-        Each further draft has a program of its own: in one with the first, XLA copies the page pool between them.
-        """
-        devices, layout = self._devices, self._devices.layout
-        form = decode_form(layout, command.longest)
-        program = devices.programs.get(Key(f"mtp {command.source}", command.size, form, command.width))
-        given = (forward.draft_input, *forward.batch, forward.slots, forward.tokens)
-        devices.pages, devices.state, following = program(devices.params, devices.pages, devices.state, *given)
-        drafts = command.width - 1 if command.source == decode.NAME else layout.cfg.tokens_per_row - 1
-        for i in range(1, drafts):
-            form = decode_form(layout, command.longest + i)
-            chain = devices.programs.get(chain_key(forward.slots.shape[1], i, form))
-            arguments = (devices.params, devices.pages, devices.state, following, forward.slots)
-            devices.pages, devices.state, following = chain(*arguments)
+    In one program with the first, XLA copies the page pool between them.
+    """
+    layout, form = devices.layout, decode_form(devices.layout, command.longest)
+    program = devices.programs.get(Key(f"mtp {command.source}", command.size, form, command.width))
+    given = (forward.draft_input, *forward.batch, forward.slots, forward.tokens)
+    devices.pages, devices.state, following = program(devices.params, devices.pages, devices.state, *given)
+    drafts = command.width - 1 if command.source == decode.NAME else layout.cfg.tokens_per_row - 1
+    for i in range(1, drafts):
+        form = decode_form(layout, command.longest + i)
+        chain = devices.programs.get(chain_key(forward.slots.shape[1], i, form))
+        arguments = (devices.params, devices.pages, devices.state, following, forward.slots)
+        devices.pages, devices.state, following = chain(*arguments)
 
 
 def prefill_body(
@@ -200,4 +193,4 @@ def _module(layout: Layout) -> DraftFunctions:
     return layout.functions.draft
 
 
-KIND = draft_kind("mtp", programs, ModuleDrafter)
+KIND = draft_kind("mtp", programs, run_module)

@@ -115,27 +115,13 @@ def moves_to(new: ExpertMap, old: ExpertMap, max_copies: int, layers: np.ndarray
     return [LayerMove(np.array(i, np.int32), source[i], placement.replicas[i], placement.copies[i]) for i in layers]
 
 
-class TrafficCounter:
-    """Bytes sent by dispatch and combine, from the devices' counters and `StepFunctions.traffic`."""
-
-    def __init__(self, traffic: Sequence[Traffic]) -> None:
-        self._traffic = traffic
-        self.total, self.repeats = Traffic(), 0
-
-    def add(self, programs: np.ndarray) -> None:
-        """Adds how often each forward program overflowed, and how often it ran, `[P, 2]`."""
-        for step, (overflowed, steps) in zip(self._traffic, programs.tolist(), strict=True):
-            self.total += step * steps
-            self.repeats += overflowed
-
-
 def _make_planner(view: EngineView) -> "ExpertBalancer":
     """Returns a balancer for the expert map of the parameters."""
     functions, cfg = view.components.functions, view.components.cfg
     experts, traffic = functions.experts, functions.traffic
     assert experts is not None and traffic is not None  # `_applies`
     placement = Placement(*map(np.asarray, experts.take(view.components.params)[1]))
-    sent = TrafficCounter([traffic(program) for program in cfg.forward_programs])
+    sent = [traffic(program) for program in cfg.forward_programs]
     return ExpertBalancer(experts, placement, layer_bytes(experts, view.components.params), sent, cfg)
 
 
@@ -149,19 +135,27 @@ def layer_bytes(experts: SpreadExperts, params: Any) -> int:
 class ExpertBalancer:
     """Decides the experts' part of each step's command, and tracks the expert map. One thread calls it.
 
+    `expert_map` is the present one, as far as results are in.
+
     Args:
       experts: what the engine knows of the experts.
       placement: their initial placement, as numpy arrays.
       layer_bytes: of a layer's experts on one device.
-      sent: counts what one device sends.
+      traffic: what one device sends in each forward program.
       cfg: the engine's limits.
     """
 
     def __init__(
-        self, experts: SpreadExperts, placement: Placement, layer_bytes: int, sent: TrafficCounter, cfg: EngineConfig
+        self,
+        experts: SpreadExperts,
+        placement: Placement,
+        layer_bytes: int,
+        traffic: Sequence[Traffic],
+        cfg: EngineConfig,
     ) -> None:
-        self._experts, self._num_ranks, self._sent = experts, cfg.num_ranks, sent
-        self._map = expert_map_of(placement, experts.num_replicas)
+        self._experts, self._num_ranks = experts, cfg.num_ranks
+        self._traffic, self._sent, self._repeats = traffic, Traffic(), 0
+        self.expert_map = expert_map_of(placement, experts.num_replicas)
         self._max_copies = placement.replicas.shape[2]
         self._interval, self._threshold = cfg.eplb_interval, cfg.eplb_threshold
         self._read_steps = min(READ_STEPS, self._interval) if self._interval else READ_STEPS
@@ -188,36 +182,24 @@ class ExpertBalancer:
         shape = self._experts.num_layers, self._experts.num_experts
         return sum(self._window, start=np.zeros(shape, np.int64))
 
-    @property
-    def expert_map(self) -> ExpertMap:
-        """The present expert map, as far as results are in."""
-        return self._map
-
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Balances alongside other work: a step with nothing else is not worth launching."""
-        command = self.command() if step else None
-        return [] if command is None else [Planned(NAME, command)]
-
-    def on_results(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
-        """Processes the results of a job."""
-        assert isinstance(planned.command, ExpertsCommand)
-        self.process(planned.command, results)
-
-    def command(self) -> ExpertsCommand | None:
-        """Returns the next step's command, None if there is nothing to do."""
+        if not step:
+            return []
         self._steps += 1
         if self._planning is not None and self._planning.done():
             self._apply_plan(self._planning)
         read = self._steps % self._read_steps == 0
         if not read and not self._moves:
-            return None
+            return []
         moves = [self._moves.popleft() for _ in range(min(self._layers_at_once, len(self._moves)))]
         self._under_way += len(moves)
-        return ExpertsCommand(read, moves)
+        return [Planned(NAME, ExpertsCommand(read, moves))]
 
-    def process(self, command: ExpertsCommand, results: Sequence[np.ndarray]) -> None:
+    def on_results(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
         """Updates window and map from the results of a command: the load, if read, and the success of each move."""
-        moved = list(results)
+        command, moved = planned.command, list(results)
+        assert isinstance(command, ExpertsCommand)
         if command.read_load:
             self._on_load(moved.pop(0))
         for move, intact in zip(command.moves, moved, strict=True):
@@ -226,7 +208,7 @@ class ExpertBalancer:
             self._rebalances += 1
             _log.info("EPLB: rebalance %d is done, %d replicas moved so far", self._rebalances, self._moved)
         if self._file is not None and not self._moving:
-            self._thread.submit(write_state, self._file, self._map, list(self._window))
+            self._thread.submit(write_state, self._file, self.expert_map, list(self._window))
         self._stats = self._make_stats()
 
     def stats(self) -> ExpertStats:
@@ -239,8 +221,8 @@ class ExpertBalancer:
         before = after = b""
         if self._last_move is not None:
             planned_load, old = self._last_move
-            before, after = (_floats(device_load(planned_load, each, devices)) for each in (old, self._map))
-        now = _floats(device_load(load, self._map, devices))
+            before, after = (_floats(device_load(planned_load, each, devices)) for each in (old, self.expert_map))
+        now = _floats(device_load(load, self.expert_map, devices))
         layers, experts = load.shape
         return ExpertLoad(self._version, layers, experts, devices, _floats(load), now, before, after)
 
@@ -249,7 +231,7 @@ class ExpertBalancer:
         return bool(self._moves or self._under_way)
 
     def _make_stats(self) -> ExpertStats:
-        sent = self._sent.total * self._experts.machine.devices
+        sent = self._sent * self._experts.machine.devices
         return ExpertStats(
             balancedness=float(self._balancedness.mean()),
             balancedness_min=float(self._balancedness.min()),
@@ -257,22 +239,24 @@ class ExpertBalancer:
             rebalances=self._rebalances,
             moved=self._moved,
             checksum_failures=self._failures,
-            repeats=self._sent.repeats,
+            repeats=self._repeats,
             in_node_bytes=sent.device_bytes - sent.node_bytes,
             cross_node_bytes=sent.node_bytes,
         )
 
     def _start_from(self, file: Path) -> None:
         """Starts with the saved loads, and with moves to the saved expert map."""
-        if (found := read_state(file, self._experts, self._map)) is not None:
+        if (found := read_state(file, self._experts, self.expert_map)) is not None:
             saved, loads = found
             self._window.extend(loads)
-            differ = np.flatnonzero((saved.phy2log != self._map.phy2log).any(axis=1))
-            self._moves.extend(moves_to(saved, self._map, self._max_copies, differ))
+            differ = np.flatnonzero((saved.phy2log != self.expert_map.phy2log).any(axis=1))
+            self._moves.extend(moves_to(saved, self.expert_map, self._max_copies, differ))
 
     def _on_load(self, load: np.ndarray) -> None:
         pairs, programs = split_load(load, self._experts, self._num_ranks)
-        self._sent.add(programs)
+        for each, (overflowed, passes) in zip(self._traffic, programs.tolist(), strict=True):
+            self._sent += each * passes
+            self._repeats += overflowed
         self._window.append(pairs)
         self._version += 1
         if self._planning is None:
@@ -281,7 +265,7 @@ class ExpertBalancer:
                 self._decided = self._steps
             threshold = self._threshold if due else 0.0
             self._planned_load = self.load
-            arguments = (self._planned_load, self._map, self._experts, self._max_copies, threshold)
+            arguments = (self._planned_load, self.expert_map, self._experts, self._max_copies, threshold)
             self._planning = self._thread.submit(plan_rebalance, *arguments)
 
     def _apply_plan(self, future: Future[tuple[np.ndarray, list[LayerMove]]]) -> None:
@@ -294,7 +278,7 @@ class ExpertBalancer:
         self._stats = self._make_stats()
         self._moves.extend(moves)
         if moves:
-            self._last_move = self._planned_load, self._map
+            self._last_move = self._planned_load, self.expert_map
 
     def _on_move(self, move: LayerMove, intact: bool) -> None:
         self._under_way -= 1
@@ -306,9 +290,9 @@ class ExpertBalancer:
             )
             return
         self._moved += int((move.source != np.arange(len(move.source))).sum())
-        phy2log = self._map.phy2log.copy()
+        phy2log = self.expert_map.phy2log.copy()
         phy2log[layer] = phy2log[layer, move.source]
-        self._map = map_of(phy2log, self._experts.num_experts)
+        self.expert_map = map_of(phy2log, self._experts.num_experts)
         self._version += 1
 
 
@@ -341,36 +325,31 @@ def _no_move(experts: SpreadExperts, number: int, _: Any, placement: Placement) 
     return LayerMove(layer, source, np.asarray(placement.replicas)[layer], np.asarray(placement.copies)[layer])
 
 
-class ExpertsWorker:
-    """Reads the devices' counters and moves experts between devices."""
+def launch(devices: Devices, command: ExpertsCommand) -> tuple[jax.Array, ...]:
+    """Returns the load, if it is read, and for each move whether it succeeded."""
+    read = [_read(devices)] if command.read_load else []
+    results = (*read, *(_move(devices, LayerMove(*move)) for move in command.moves))
+    for array in results:
+        array.copy_to_host_async()
+    return results
 
-    def __init__(self, devices: Devices) -> None:
-        assert devices.layout.functions.experts is not None  # `_applies`
-        self._devices, self._experts = devices, devices.layout.functions.experts
 
-    def launch(self, command: ExpertsCommand) -> tuple[jax.Array, ...]:
-        """Returns the load, if it is read, and for each move whether it succeeded."""
-        read = [self._read()] if command.read_load else []
-        results = (*read, *map(self._move, command.moves))
-        for array in results:
-            array.copy_to_host_async()
-        return results
+def _read(devices: Devices) -> jax.Array:
+    load, total = devices.programs.get(READ_LOAD)(devices.state.counters[NAME])
+    devices.state = dataclasses.replace(devices.state, counters=devices.state.counters | {NAME: load})
+    return total
 
-    def _read(self) -> jax.Array:
-        devices = self._devices
-        load, total = devices.programs.get(READ_LOAD)(devices.state.counters[NAME])
-        devices.state = dataclasses.replace(devices.state, counters=devices.state.counters | {NAME: load})
-        return total
 
-    def _move(self, arrays: tuple[np.ndarray, ...]) -> jax.Array:
-        devices, experts, move = self._devices, self._experts, LayerMove(*arrays)
-        stacks, placement = experts.take(devices.params)
-        number = experts.stack_of(int(move.layer))
-        program = devices.programs.get(MOVE._replace(variant=number))
-        moved, placement, intact = program(stacks[number], placement, move)
-        stacks = (*stacks[:number], moved, *stacks[number + 1 :])
-        devices.params = experts.put(devices.params, stacks, placement)
-        return intact
+def _move(devices: Devices, move: LayerMove) -> jax.Array:
+    experts = devices.layout.functions.experts
+    assert experts is not None  # `_applies`
+    stacks, placement = experts.take(devices.params)
+    number = experts.stack_of(int(move.layer))
+    program = devices.programs.get(MOVE._replace(variant=number))
+    moved, placement, intact = program(stacks[number], placement, move)
+    stacks = (*stacks[:number], moved, *stacks[number + 1 :])
+    devices.params = experts.put(devices.params, stacks, placement)
+    return intact
 
 
 def _read_load(load: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -499,4 +478,4 @@ def _applies(components: EngineComponents) -> bool:
     return components.functions.experts is not None
 
 
-KIND = JobKind(NAME, ExpertsCommand, _make_planner, programs, ExpertsWorker, _applies, _counters)
+KIND = JobKind(NAME, ExpertsCommand, _make_planner, programs, launch, _applies, _counters)

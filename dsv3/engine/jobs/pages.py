@@ -396,45 +396,41 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
         yield layout.per_rank(Key(WINDOW_IN, count), parts_in, (*given, values), donated=(0,), padding={1: -1})
 
 
-class PagesWorker:
-    """Launches the copies."""
+def launch(devices: Devices, command: PagesCommand) -> tuple[jax.Array, ...]:
+    """Starts the copies; returns one array of offloaded values `[1, n, ...]` per copy and rank with pages.
 
-    def __init__(self, devices: Devices) -> None:
-        self._devices = devices
+    Behind them is, for each copy in, an array to wait for. Ranks count from the first one of this process.
+    """
+    out = [array for copy in command.out for array in _take_out(devices, copy)]
+    return (*out, *(_put_in(devices, copy) for copy in command.into))
 
-    def launch(self, command: PagesCommand) -> tuple[jax.Array, ...]:
-        """Starts the copies; returns one array of offloaded values `[1, n, ...]` per copy and rank with pages.
 
-        Behind them is, for each copy in, an array to wait for. Ranks count from the first one of this process.
-        """
-        out = [array for copy in command.out for array in self._take_out(copy)]
-        return (*out, *(self._put_in(copy) for copy in command.into))
+def _take_out(devices: Devices, copy: PageCopy) -> list[jax.Array]:
+    program = devices.programs.get(Key(OUT if copy.parts is None else WINDOW_OUT, copy.pages.shape[1]))
+    ranks = devices.layout.first_local_rank + np.flatnonzero(copy.pages[:, 0] >= 0)
+    taken = devices.rank_shards(program(devices.pages, *_where(devices, copy)), ranks)
+    for array in taken:
+        array.copy_to_host_async()
+    return taken
 
-    def _take_out(self, copy: PageCopy) -> list[jax.Array]:
-        devices = self._devices
-        program = devices.programs.get(Key(OUT if copy.parts is None else WINDOW_OUT, copy.pages.shape[1]))
-        ranks = devices.layout.first_local_rank + np.flatnonzero(copy.pages[:, 0] >= 0)
-        taken = devices.rank_shards(program(devices.pages, *self._where(copy)), ranks)
-        for array in taken:
-            array.copy_to_host_async()
-        return taken
 
-    def _put_in(self, copy: PageCopy) -> jax.Array:
-        devices, layout, count = self._devices, self._devices.layout, copy.pages.shape[1]
-        one = payload_shape(layout.model_cfg, layout.cfg.cache_dtype)
-        if copy.parts is not None:
-            one = jax.ShapeDtypeStruct((page_bytes(layout.model_cfg, layout.cfg.cache_dtype),), jnp.uint8)
-        shape, first = (count, *one.shape), layout.first_local_rank
-        values = {first + rank: each.view(one.dtype).reshape(shape) for rank, each in copy.values.items()}
-        program = devices.programs.get(Key(IN if copy.parts is None else WINDOW_IN, count))
-        put = devices.put_ranks(values, shape, one.dtype)
-        devices.pages, written = program(devices.pages, *self._where(copy), put)
-        return local_part(written)
+def _put_in(devices: Devices, copy: PageCopy) -> jax.Array:
+    layout, count = devices.layout, copy.pages.shape[1]
+    one = payload_shape(layout.model_cfg, layout.cfg.cache_dtype)
+    if copy.parts is not None:
+        one = jax.ShapeDtypeStruct((page_bytes(layout.model_cfg, layout.cfg.cache_dtype),), jnp.uint8)
+    shape, first = (count, *one.shape), layout.first_local_rank
+    values = {first + rank: each.view(one.dtype).reshape(shape) for rank, each in copy.values.items()}
+    program = devices.programs.get(Key(IN if copy.parts is None else WINDOW_IN, count))
+    put = devices.put_ranks(values, shape, one.dtype)
+    devices.pages, written = program(devices.pages, *_where(devices, copy), put)
+    return local_part(written)
 
-    def _where(self, copy: PageCopy) -> tuple[jax.Array, ...]:
-        """Returns the pages of a copy on the devices, and the parts of window pages."""
-        tables = (copy.pages,) if copy.parts is None else (copy.pages, copy.parts)
-        return tuple(map(self._devices.put, tables))
+
+def _where(devices: Devices, copy: PageCopy) -> tuple[jax.Array, ...]:
+    """Returns the pages of a copy on the devices, and the parts of window pages."""
+    tables = (copy.pages,) if copy.parts is None else (copy.pages, copy.parts)
+    return tuple(map(devices.put, tables))
 
 
 class PagesFollower:
@@ -470,4 +466,4 @@ def _applies(components: EngineComponents) -> bool:
     return components.cfg.kv_offloading_size > 0
 
 
-KIND = JobKind(NAME, PagesCommand, PagesPlanner, programs, PagesWorker, _applies, follower_handler=PagesFollower)
+KIND = JobKind(NAME, PagesCommand, PagesPlanner, programs, launch, _applies, follower_handler=PagesFollower)

@@ -310,48 +310,45 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     yield from expert_programs(layout)
 
 
-class PrefillWorker:
-    """Launches the prefill program, by bucket, and what follows it: log-probabilities of prompts, and the sampler."""
+def launch(devices: Devices, command: PrefillCommand | SampleCommand) -> ForwardResults:
+    """Starts the batch and what follows it, or the sampler of one that waited for bitmasks.
 
-    def __init__(self, devices: Devices) -> None:
-        self._devices = devices
+    Leaves what a drafter needs.
+    """
+    results = ForwardResults()
+    if isinstance(command, PrefillCommand):
+        forward, sampler = _forward(devices, command), command.sample
+        prompt = prompt_logprobs.launch(devices, command.bucket, forward) if command.wants_prompt_logprobs else ()
+        # The slots show overflow. Without a sampled token they are also what to wait for: pages are shared once
+        # they are written.
+        needed = not command.samples or devices.layout.functions.may_overflow
+        shown = local_part(forward.slots) if needed else None
+        results = ForwardResults(shown, prompt, routed_experts=forward.routed_experts)
+    else:
+        assert devices.prefilled is not None  # the command before has left it
+        forward, sampler = devices.prefilled, command
+    if sampler is not None:
+        devices.prefilled, sampled = launch_sampler(devices, forward, sampler)
+        return results._replace(sampled=sampled)
+    waits = forward.scores is not None  # for masks
+    devices.prefilled = forward if waits or devices.layout.cfg.speculative is not None else None
+    return results
 
-    def launch(self, command: PrefillCommand | SampleCommand) -> ForwardResults:
-        """Starts the batch, or the sampler of one that waited for bitmasks; leaves what a drafter needs."""
-        devices, results = self._devices, ForwardResults()
-        if isinstance(command, PrefillCommand):
-            forward, sampler = self._forward(command), command.sample
-            prompt = prompt_logprobs.launch(devices, command.bucket, forward) if command.wants_prompt_logprobs else ()
-            # The slots show overflow. Without a sampled token they are also what to wait for: pages are shared once
-            # they are written.
-            needed = not command.samples or devices.layout.functions.may_overflow
-            shown = local_part(forward.slots) if needed else None
-            results = ForwardResults(shown, prompt, routed_experts=forward.routed_experts)
-        else:
-            assert devices.prefilled is not None  # the command before has left it
-            forward, sampler = devices.prefilled, command
-        if sampler is not None:
-            devices.prefilled, sampled = launch_sampler(devices, forward, sampler)
-            return results._replace(sampled=sampled)
-        waits = forward.scores is not None  # for masks
-        devices.prefilled = forward if waits or devices.layout.cfg.speculative is not None else None
-        return results
 
-    def _forward(self, command: PrefillCommand) -> Forward:
-        devices = self._devices
-        tokens, rows = command.arrays(devices.layout.num_local_ranks, devices.layout.cfg)
-        about = command.has_context, command.longest, command.keys, command.pairs
-        form = prefill_form(devices.layout, command.bucket, *about)
-        program = devices.programs.get(Key(NAME, command.bucket, form))
-        batch = devices.put(tokens), devices.put(rows)
-        devices.pages, devices.state, scores, hidden, draft_input, routed_experts, slots = program(
-            devices.params, devices.pages, devices.state, *batch
-        )
-        draft_input = hidden if draft_input is None else draft_input
-        forward = Forward(slots, scores if command.samples else None, hidden, draft_input, batch)
-        if not command.wants_routed_experts:
-            return forward
-        return forward._replace(routed_experts=copy_experts(devices, routed_experts))
+def _forward(devices: Devices, command: PrefillCommand) -> Forward:
+    tokens, rows = command.arrays(devices.layout.num_local_ranks, devices.layout.cfg)
+    about = command.has_context, command.longest, command.keys, command.pairs
+    form = prefill_form(devices.layout, command.bucket, *about)
+    program = devices.programs.get(Key(NAME, command.bucket, form))
+    batch = devices.put(tokens), devices.put(rows)
+    devices.pages, devices.state, scores, hidden, draft_input, routed_experts, slots = program(
+        devices.params, devices.pages, devices.state, *batch
+    )
+    draft_input = hidden if draft_input is None else draft_input
+    forward = Forward(slots, scores if command.samples else None, hidden, draft_input, batch)
+    if not command.wants_routed_experts:
+        return forward
+    return forward._replace(routed_experts=copy_experts(devices, routed_experts))
 
 
 def prefill_body(
@@ -384,8 +381,8 @@ def prefill_body(
     window_table = state.window_table
     if window_table is not None:
         window_table = window_table.at[slots].set(batch.window_table, mode="drop")
-    state = DecodeState(
-        tokens=state.tokens,
+    state = dataclasses.replace(
+        state,
         lengths=state.lengths.at[slots].set(context + count, mode="drop"),
         page_table=state.page_table.at[slots].set(batch.page_table, mode="drop"),
         window_table=window_table,
@@ -399,6 +396,4 @@ def prefill_body(
     return out.pages, state, scores, hidden, draft_input, routed_experts, layout.sampling_slots(sampling, out)
 
 
-KIND = JobKind(
-    NAME, PrefillCommand | SampleCommand, PrefillPlanner, programs, PrefillWorker, replicated=attrgetter("sampled")
-)
+KIND = JobKind(NAME, PrefillCommand | SampleCommand, PrefillPlanner, programs, launch, replicated=attrgetter("sampled"))

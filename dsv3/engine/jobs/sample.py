@@ -270,7 +270,7 @@ def _sampler(layout: Layout, rows: int, width: int, sampler: Sampler) -> Program
     arguments = (layout.state, adjust, layout.scores(rows, width), layout.array(rows), *masks)
     speculative = layout.cfg.speculative
     chances = () if speculative is None else speculative.synthetic_chances[: width - 1]
-    body = functools.partial(sample_scores_body, layout.functions.vocabulary, sampler.variant)
+    body = functools.partial(sample_body, layout.functions.vocabulary, sampler.variant)
     details = TOKENS_ALONE
     if sampler.returns_details:
         details = Details(MAX_LOGPROBS * _returns_processed(layout), layout.cfg.enable_return_sampling_mask)
@@ -401,7 +401,7 @@ Draw = Callable[[AdjustState | None, jax.Array, int], tuple[jax.Array, About]]
 """Samples position i of each row: from the adjust state so far, the slots `[B]` and i, to tokens `[B]`."""
 
 
-def sample_scores_body(
+def sample_body(
     vocabulary: Vocabulary,
     variant: int,
     state: DecodeState,
@@ -414,36 +414,10 @@ def sample_scores_body(
     adaptive: bool = False,
     details: Details = TOKENS_ALONE,
 ) -> tuple[DecodeState, AdjustState | None, Any]:
-    """Samples as `sample_body` does, from scores `[Xn, B, S, W / Xn]`.
+    """Samples rows `slots` `[B]` from `scores` `[Xn, B, S, W / Xn]`, for one rank, verifies drafts, advances the state.
 
     If devices share the vocabulary, greedy sampling exchanges each device's best token. All else gathers the logits
     of all tokens.
-    """
-    if variant != GREEDY or vocabulary.ranks == 1:
-        whole = vocabulary.whole(scores)
-        how: dict[str, Any] = {"chances": chances, "adaptive": adaptive, "details": details}
-        return sample_body(variant, state, adjust, whole, slots, masks, **how)
-    words, top = best_tokens(vocabulary, scores)
-    drawn = jnp.where(jnp.isfinite(top), words, NOT_FINITE)
-    vocab_size = scores.shape[-1] * vocabulary.ranks
-    return _advance(
-        state, adjust, slots, drawn.shape[1], lambda adjust, rows, i: (drawn[:, i], ()), chances, vocab_size
-    )
-
-
-def sample_body(
-    variant: int,
-    state: DecodeState,
-    adjust: AdjustState | None,
-    logits: jax.Array,
-    slots: jax.Array,
-    masks: jax.Array | None = None,
-    *,
-    chances: tuple[float, ...] = (),
-    adaptive: bool = False,
-    details: Details = TOKENS_ALONE,
-) -> tuple[DecodeState, AdjustState | None, Any]:
-    """Samples the rows `slots` `[B]` from `logits` `[B, S, W]`, for one rank, verifies drafts, and advances the state.
 
     Tokens without a bit in `masks` `[B, S, words]` are not drawn. Column i of the state's tokens is compared with the
     token sampled at position i - 1: a row continues while they are equal. With synthetic `chances` of drafts, for
@@ -455,9 +429,14 @@ def sample_body(
     `details` a tuple: the tokens, their processed log-probabilities `[B, S]`, the so many most likely tokens `[B, S,
     logprobs]` with theirs, and `sampling.kept_words` `[B, S, words]`.
     """
+    _, rows, width, words = scores.shape
+    vocab_size = words * vocabulary.ranks
+    if variant == GREEDY and vocabulary.ranks > 1:
+        best, top = best_tokens(vocabulary, scores)
+        greedy = jnp.where(jnp.isfinite(top), best, NOT_FINITE)
+        return _advance(state, adjust, slots, width, lambda _, __, i: (greedy[:, i], ()), chances, vocab_size)
+    logits = vocabulary.whole(scores)
     logits = logits if masks is None else apply_bitmask(logits, masks)
-
-    rows, width, vocab_size = logits.shape
     sample = functools.partial(_sample_rows, variant, state, adaptive=adaptive, details=details)
 
     def one_position(adjust: AdjustState | None, slots: jax.Array, i: int) -> tuple[jax.Array, About]:

@@ -22,9 +22,11 @@ from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.expert_parallel import expert_parallel_functions, spread_experts
 from dsv3.engine.functions import SpreadExperts
+from dsv3.engine.job import Command, Planned
 from dsv3.engine.jobs import experts
-from dsv3.engine.jobs.experts import MOVE, READ_LOAD, ExpertBalancer, ExpertsCommand, TrafficCounter, load_size
+from dsv3.engine.jobs.experts import MOVE, READ_LOAD, ExpertBalancer, ExpertsCommand, load_size
 from dsv3.engine.limits import Hardware, engine_config
+from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.sequence import GREEDY
 from sharding.experts import rebalance
 from sharding.experts.eplb import balancedness, device_load, rebalance_experts
@@ -245,8 +247,8 @@ EXPERTS = SpreadExperts((3, 1), 16, 24, 1, Machine(1, 8), lambda params: params,
 def make_balancer(**changes) -> tuple[ExpertBalancer, EngineConfig]:
     cfg = EngineConfig(64, 1, max_num_seqs=1, num_ranks=8, **(dict(eplb_interval=3, eplb_threshold=1.0) | changes))
     first = rebalance_experts(np.ones((4, 16)), 24, 1, 1, 8)
-    sent = TrafficCounter([Traffic(100, 40, 1)] * len(cfg.forward_programs))
-    return ExpertBalancer(EXPERTS, placement_of(first, 9), experts.MOVE_BYTES // 3, sent, cfg), cfg
+    traffic = [Traffic(100, 40, 1)] * len(cfg.forward_programs)
+    return ExpertBalancer(EXPERTS, placement_of(first, 9), experts.MOVE_BYTES // 3, traffic, cfg), cfg
 
 
 def read_out(cfg: EngineConfig, seed: int = 0) -> np.ndarray:
@@ -259,17 +261,16 @@ def read_out(cfg: EngineConfig, seed: int = 0) -> np.ndarray:
 
 def drive(balancer: ExpertBalancer, cfg: EngineConfig, steps: int, intact: bool = True) -> list[ExpertsCommand]:
     """Steps whose results come one step late."""
-    commands, late = [], None
+    commands, late = [], []
     for _ in range(steps):
         if balancer._planning is not None:
             concurrent.futures.wait([balancer._planning])
-        command = balancer.command()
-        if late is not None:
-            balancer.process(
-                late, [*([read_out(cfg)] if late.read_load else []), *[np.array(intact)] * len(late.moves)]
-            )
-        late = command
-        commands += [command] if command is not None else []
+        planned = balancer.plan([Planned("decode", Command())])
+        for job in late:
+            read = [read_out(cfg)] if job.command.read_load else []
+            balancer.on_results(job, (*read, *[np.array(intact)] * len(job.command.moves)), StepOutputs())
+        late = planned
+        commands += [job.command for job in planned]
     return commands
 
 

@@ -67,18 +67,13 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     yield layout.per_rank(Key("own_draft"), propose, (layout.state, layout.array()), donated=(0,))
 
 
-class DraftWorker:
-    def __init__(self, devices: Devices) -> None:
-        self._devices = devices
-
-    def launch(self, command: DraftCommand) -> tuple[jax.Array, ...]:
-        devices = self._devices
-        wrong = np.full(devices.layout.num_local_ranks, command.wrong, np.int32)
-        devices.state = devices.programs.get(Key("own_draft"))(devices.state, devices.put(wrong))
-        return ()
+def launch(devices: Devices, command: DraftCommand) -> tuple[jax.Array, ...]:
+    wrong = np.full(devices.layout.num_local_ranks, command.wrong, np.int32)
+    devices.state = devices.programs.get(Key("own_draft"))(devices.state, devices.put(wrong))
+    return ()
 
 
-DRAFT = JobKind("own_draft", DraftCommand, DraftPlanner, programs, DraftWorker)
+DRAFT = JobKind("own_draft", DraftCommand, DraftPlanner, programs, launch)
 
 
 @pytest.fixture(scope="module")

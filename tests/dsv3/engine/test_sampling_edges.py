@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dsv3.engine.device import sampling
 from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustments_at, control_rows, controls_at
 from dsv3.engine.jobs.sample import sample_body
+from dsv3.model.vocabulary import WHOLE
 from dsv3.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingParams
 from dsv3.scheduler.batch_slots import NOT_FINITE, NOTHING, UNDRAFTED
 from dsv3.scheduler.request import EngineRequest, RequestRules, prepare
@@ -68,7 +69,7 @@ def _states(rows: list[Row]) -> tuple[DecodeState, AdjustState]:
 
 @functools.cache
 def _sampler(variant: int):
-    return jax.jit(functools.partial(sample_body, variant))
+    return jax.jit(lambda state, adjust, logits, slots: sample_body(WHOLE, variant, state, adjust, logits[None], slots))
 
 
 def _tokens(variant: int, rows: list[Row]) -> list[int]:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.engine.device.state import MAX_FORBIDDEN, NUM_FIELDS, AdjustState, DecodeState, Field
-from dsv3.engine.jobs.sample import logprobs_body, sample_body, sample_scores_body
+from dsv3.engine.jobs.sample import logprobs_body, sample_body
 from dsv3.model.vocabulary import WHOLE, SharedEmbedding, Vocabulary, lookup
 from dsv3.sampling_params import MAX_LOGIT_BIAS
 from dsv3.scheduler.batch_slots import NOT_FINITE
@@ -115,8 +115,8 @@ def test_samplers_draw_what_they_draw_from_all_logits(variant: int, width: int, 
     given = (state, adjust if variant == FULL else None)
     slots = np.broadcast_to(np.arange(B, dtype=np.int32), (X, B))
     masks = [RNG.integers(0, 2**32, (X, B, width, W // 32), dtype=np.uint32)] if variant == FULL else []
-    split = per_rank(functools.partial(sample_scores_body, SHARED, variant))(*given, scored(logits), slots, *masks)
-    whole = per_rank(functools.partial(sample_body, variant))(*given, logits, slots, *masks)
+    split = per_rank(functools.partial(sample_body, SHARED, variant))(*given, scored(logits), slots, *masks)
+    whole = per_rank(functools.partial(sample_body, WHOLE, variant))(*given, logits[:, None], slots, *masks)
     jax.tree.map(np.testing.assert_array_equal, split, whole)
     assert variant != GREEDY or split[2][0, 0].tolist() == [10, int(logits[0, 0, 1].argmax())]  # the draft was right
 
@@ -131,7 +131,7 @@ def test_what_is_not_finite_on_one_device_fails_the_row_of_its_rank_alone(value:
         parts.reshape(2, 2, 2, B, S, W // 2).swapaxes(1, 2).reshape(X, 2, B, S, W // 2)
     )  # to the device that has them
     slots = np.broadcast_to(np.arange(B, dtype=np.int32), (X, B))
-    tokens = np.asarray(per_rank(functools.partial(sample_scores_body, SHARED, GREEDY))(state, None, parts, slots)[2])
+    tokens = np.asarray(per_rank(functools.partial(sample_body, SHARED, GREEDY))(state, None, parts, slots)[2])
     failed = tokens[..., 0] == NOT_FINITE
     assert failed[3, 1] and failed.sum() == 1
 

@@ -15,12 +15,13 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from dsv3.config.model import ModelConfig
+from dsv3.engine.device.devices import Devices
 from dsv3.engine.functions import SpreadExperts, StepFunctions
-from dsv3.engine.jobs.experts import ExpertsWorker
 from dsv3.kv_cache.layout import Pool
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from sharding.experts.eplb import ExpertMap, rebalance_experts
 from sharding.experts.placement import Placement, placement_of
+from sharding.experts.rebalance import LayerMove
 from sharding.experts.traffic import Traffic
 from sharding.mesh import DEVICES, Machine
 from tests.dsv3.engine import toy
@@ -81,7 +82,7 @@ def functions(mesh: Mesh) -> StepFunctions:
     return StepFunctions(prefill, decode, toy.logits, _SPECS, experts, lambda program: Traffic())
 
 
-Move = Callable[[ExpertsWorker, tuple[np.ndarray, ...]], jax.Array]
+Move = Callable[[Devices, LayerMove], jax.Array]
 
 
 def ending(move: Move, order: Path) -> Move:
@@ -90,9 +91,9 @@ def ending(move: Move, order: Path) -> Move:
     The leader gets it before its part of that move, when the others have its command; a follower after its part.
     """
 
-    def moves(worker: ExpertsWorker, arrays: tuple[np.ndarray, ...]) -> jax.Array:
-        ends = int(arrays[0]) == LAYERS - 1 and order.exists()
-        intact = None if ends and jax.process_index() == 0 else move(worker, arrays)
+    def moves(devices: Devices, layer_move: LayerMove) -> jax.Array:
+        ends = int(layer_move.layer) == LAYERS - 1 and order.exists()
+        intact = None if ends and jax.process_index() == 0 else move(devices, layer_move)
         if ends:
             number = int(order.read_text())
             order.unlink()

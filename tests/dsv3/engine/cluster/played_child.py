@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from dsv3.engine.cluster.link import Alive, Incarnation, JoinedGroup, Link, NoLeader, Serving, WaitsToRejoin
+from dsv3.engine.cluster.link import Incarnation, Link, Report
 from dsv3.processes.child import link_to_parent
 
 
@@ -28,13 +28,13 @@ def main() -> None:
     for word in words.split():
         match word:
             case "begin":
-                link.send(JoinedGroup(Incarnation(number, "a")))
+                link.send(Report("joined", Incarnation(number, "a")))
             case "serve":
-                link.send(Serving())
+                link.send(Report("serving"))
             case "waits":
-                link.send(WaitsToRejoin())
+                link.send(Report("waiting"))
             case "alone":
-                link.send(NoLeader())
+                link.send(Report("alone"))
             case "hang":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "deaf":  # to signals
@@ -49,7 +49,7 @@ def main() -> None:
 
 def beat(link: Link) -> None:
     while True:
-        link.send(Alive())
+        link.send(Report())
         time.sleep(0.1)
 
 

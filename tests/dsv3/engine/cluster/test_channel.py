@@ -99,10 +99,10 @@ def test_closed_means_the_peer_has_read_everything_even_an_invalid_message(pair)
     assert ours.ends.get(timeout=30) == "sent an invalid message (ValueError: nonsense)"
     ours.channel.send_last(b"the reason")
     assert theirs.messages.get(timeout=30) == b"the reason"
-    assert not ours.channel.closed
+    assert not ours.channel.closed.is_set()
     theirs.channel.send(b"unread at the end, it would reset the connection")
     theirs.channel.send_last(b"")
-    assert ours.channel.wait_closed(30) and theirs.channel.wait_closed(30)
+    assert ours.channel.closed.wait(30) and theirs.channel.closed.wait(30)
     assert ours.ends.empty()
 
 
@@ -123,7 +123,7 @@ def test_an_error_of_the_sending_thread_is_reported(pair) -> None:
     theirs.channel.send(b"heard before")
     ours.start()
     assert ours.ends.get(timeout=30) == "can no longer be sent to (RuntimeError: no pulse)"
-    assert ours.channel.closed
+    assert ours.channel.closed.is_set()
 
 
 def test_a_last_message_that_is_too_long_is_reported(pair) -> None:
@@ -140,11 +140,11 @@ def test_heartbeats_break_the_silence(pair) -> None:
 def test_heartbeats_are_received_after_the_last_message_is_sent(pair) -> None:
     ours, theirs = (end.start() for end in pair(heartbeat_s=0.01))
     theirs.channel.send_last(b"the reason")
-    assert ours.messages.get(timeout=30) == b"the reason" and ours.channel.wait_closed(30)
+    assert ours.messages.get(timeout=30) == b"the reason" and ours.channel.closed.wait(30)
     while not theirs.messages.empty():
         theirs.messages.get()
     assert [theirs.messages.get(timeout=30) for _ in range(3)] == [b"beat"] * 3
     ours.channel.send_last(b"heard")
     while theirs.messages.get(timeout=30) != b"heard":
         pass
-    assert theirs.channel.wait_closed(30)
+    assert theirs.channel.closed.wait(30)

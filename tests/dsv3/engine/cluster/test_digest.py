@@ -6,12 +6,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.engine.cluster.digest import Chain, StepDigests, first_difference, order_digests
+from dsv3.engine.cluster.digest import StepDigests, chained, first_difference, order_digests
 
 
 def chain(results: list[list[int]]) -> list[bytes]:
-    link = Chain()
-    return [link.add(number, [np.array(tokens, np.int32)]) for number, tokens in enumerate(results)]
+    digests = [b""]
+    for number, tokens in enumerate(results):
+        digests.append(chained(digests[-1], number, [np.array(tokens, np.int32)]))
+    return digests[1:]
 
 
 RESULTS = st.lists(st.lists(st.integers(-1, 5), max_size=3), min_size=1, max_size=5)

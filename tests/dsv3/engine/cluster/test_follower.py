@@ -93,7 +93,7 @@ def test_the_leaders_reason_comes_first_although_the_leader_is_gone(played) -> N
 
 def test_a_leader_is_allowed_more_silence_until_all_are_ready(played) -> None:
     starting = played.follower._silence_s
-    played.leader.send(messages.encode(messages.Started()))
+    played.leader.send(messages.encode(messages.Ready()))
     while played.follower._silence_s == starting:
         time.sleep(0.01)
     assert starting == 6 * played.follower._silence_s

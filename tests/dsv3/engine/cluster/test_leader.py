@@ -31,7 +31,6 @@ from dsv3.engine.cluster.messages import (
     Operate,
     Operated,
     Ready,
-    Started,
     Step,
     Stop,
     WorkEvent,
@@ -71,7 +70,7 @@ def both(lead, **changes) -> tuple[local.Led, local.Follower, Iterator]:
     assert isinstance(next(received), Build)
     follower.send(Ready())
     led.leader.wait_ready()
-    assert next(received) == Started()
+    assert next(received) == Ready()
     return led, follower, received
 
 
@@ -134,7 +133,7 @@ def test_a_whole_life(lead) -> None:
         follower.send(Ready())
     led.leader.wait_ready()
     assert led.leader._silence_s == led.cluster.cluster_silence_timeout
-    assert [next(r) for r in received] == [Started(), Started()]
+    assert [next(r) for r in received] == [Ready(), Ready()]
     led.leader.send(command(1))
     for steps in received:
         step = next(steps)

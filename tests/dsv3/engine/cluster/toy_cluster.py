@@ -83,7 +83,7 @@ def _with_experts(mesh: jax.sharding.Mesh, caches: Path) -> tuple[StepFunctions,
     from tests.dsv3.engine import toy_experts
 
     experts.MOVE_BYTES = 1
-    experts.ExpertsWorker._move = toy_experts.ending(experts.ExpertsWorker._move, caches / toy_experts.ENDS)
+    experts._move = toy_experts.ending(experts._move, caches / toy_experts.ENDS)
     return toy_experts.functions(mesh), toy_experts.PARAMS
 
 

@@ -96,8 +96,6 @@ class RequestOutput:
 
 @dataclasses.dataclass
 class _RunningCompletion:
-    """A completion in progress."""
-
     parent: RequestOutput
     completion: Completion
     stream: OutputProcessor

@@ -75,7 +75,6 @@ def _is_pandas(table: Any) -> bool:
 
 
 def _arrow(table: Any) -> Any:
-    """Converts a table to pyarrow."""
     if not hasattr(table, "__arrow_c_stream__"):
         raise TypeError(f"table: a {type(table).__name__} is not a pyarrow Table, DataFrame or list of mappings")
     return require_module("pyarrow").table(table)

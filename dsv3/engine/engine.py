@@ -163,10 +163,6 @@ class Engine:
             takes_grammars=self.grammars is not None and not (cfg.speculative and cfg.speculative.synthetic_chances),
         )
 
-    def _is_known(self, request_id: int) -> bool:
-        compiling = self.grammars is not None and request_id in self.grammars
-        return compiling or request_id in self.scheduler.sequences
-
     @property
     def _num_waiting(self) -> int:
         compiling = 0 if self.grammars is None else len(self.grammars)
@@ -203,7 +199,8 @@ class Engine:
         queued = self.cfg.max_num_queued_reqs
         if self.room <= (queued // 2 if request.priority > 0 else 0):
             raise QueueFull(f"{queued} requests are waiting already, or {queued // 2} where the priority is above 0")
-        if request.request_id in self._submitted_ids or self._is_known(request.request_id):
+        compiling = self.grammars or ()
+        if any(request.request_id in known for known in (self._submitted_ids, compiling, self.scheduler.sequences)):
             raise InvalidRequest(f"request_id {request.request_id} is in use")
         sequence = make_sequence(request)
         if request.sampling.seed is None:
@@ -479,7 +476,6 @@ def _grammars(components: EngineComponents) -> Grammars | None:
 
 
 def _kv_event_publisher(cfg: EngineConfig) -> "Publisher | None":
-    """Returns the publisher of KV cache events, None where the options do not ask for one."""
     if cfg.kv_events is None or not cfg.kv_events.is_on:
         return None
     from dsv3.kv_cache.event_publisher import Publisher
@@ -488,7 +484,6 @@ def _kv_event_publisher(cfg: EngineConfig) -> "Publisher | None":
 
 
 def _step_metrics_recorder(cfg: EngineConfig, scheduler: Scheduler) -> StepMetricsRecorder | None:
-    """Returns the recorder of step metrics, None where the options do not ask for one."""
     if (config := cfg.step_metrics) is None:
         return None
     return StepMetricsRecorder(scheduler, StepPublisher(config, cfg.num_ranks), config.worker_id)

@@ -134,16 +134,15 @@ def expert_parallel_functions(
             "schedule": communication.schedule(tokens, is_prefill),
         }
 
-    def with_all_overflows(out: StepOutput, routed: ExpertParallel) -> StepOutput:
-        return _with_all_overflows(out, routed, communication)
-
     def prefill(spread: SpreadParams, cfg: ModelConfig, batch: PrefillBatch, pages: Pool) -> StepOutput:
         arguments = step_arguments(spread, batch.tokens.shape[0], True)
-        return with_all_overflows(steps.prefill(own(spread), cfg, batch, pages, **arguments), arguments["routed"])
+        out = steps.prefill(own(spread), cfg, batch, pages, **arguments)
+        return _with_all_overflows(out, arguments["routed"], communication)
 
     def decode(spread: SpreadParams, cfg: ModelConfig, batch: DecodeBatch, pages: Pool) -> StepOutput:
         arguments = step_arguments(spread, batch.tokens.size, False)
-        return with_all_overflows(steps.decode(own(spread), cfg, batch, pages, **arguments), arguments["routed"])
+        out = steps.decode(own(spread), cfg, batch, pages, **arguments)
+        return _with_all_overflows(out, arguments["routed"], communication)
 
     def logits(spread: SpreadParams, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
         return decoder.logits(spread.params, cfg, hidden, backend)
@@ -155,7 +154,8 @@ def expert_parallel_functions(
 
     placed = SpreadParams(partitions(declare(cfg), vocabulary.table), Placement(PartitionSpec(), PartitionSpec()))
     draft = _draft_functions(cfg, communication, shards, vocabulary, backend, dtype)
-    experts = _experts(cfg, replicas, communication.machine)
+    layers = tuple(filter(None, (cfg.num_moe_layers, cfg.num_draft_layers)))
+    experts = SpreadExperts(layers, cfg.n_routed_experts, replicas, cfg.n_group, communication.machine, _take, _put)
     connect = functools.partial(communication.connect, mesh)
     which = communication.overlaps, vocabulary, connect, communication.library_bytes
     return StepFunctions(prefill, decode, logits, placed, experts, traffic, draft, dtype, True, *which)
@@ -213,12 +213,6 @@ def _own(vocabulary: Vocabulary, spread: SpreadParams) -> Params:
     """Returns the parameters of this device, as the steps take them."""
     params = spread.params
     return dataclasses.replace(params, embed=SharedEmbedding(params.embed, vocabulary))
-
-
-def _experts(cfg: ModelConfig, replicas: int, machine: Machine) -> SpreadExperts:
-    """Returns the experts of the main model, and of the layers that make drafts if it has some."""
-    layers = tuple(filter(None, (cfg.num_moe_layers, cfg.num_draft_layers)))
-    return SpreadExperts(layers, cfg.n_routed_experts, replicas, cfg.n_group, machine, _take, _put)
 
 
 def _take(spread: SpreadParams) -> tuple[tuple[Any, ...], Placement]:

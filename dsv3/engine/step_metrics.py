@@ -194,7 +194,7 @@ class StepMetricsRecorder:
     """Publishes what the steps of `scheduler` compute, under the name `worker_id`; one thread calls it."""
 
     def __init__(self, scheduler: Scheduler, publisher: StepPublisher, worker_id: str) -> None:
-        self._scheduler, self._kv_event_publisher, self._worker_id = scheduler, publisher, worker_id
+        self._scheduler, self._publisher, self._worker_id = scheduler, publisher, worker_id
         self._cfg: EngineConfig = scheduler.cfg
         self._under_way: deque[_UnderWay] = deque()
         self._collected = 0.0
@@ -225,7 +225,7 @@ class StepMetricsRecorder:
         if now - self._queued_at >= _QUEUE_S:
             self._queued, self._queued_at = self._waiting(), now
         scheduled = step.scheduled(self._cfg.num_ranks)
-        self._kv_event_publisher.publish(
+        self._publisher.publish(
             [
                 StepMetrics(1, self._worker_id, rank, 0, seconds, *each)
                 for rank, each in enumerate(zip(scheduled, self._queued, strict=True))

@@ -114,8 +114,12 @@ class ProgramStore:
         return program
 
     def remove_unused(self) -> None:
-        """Removes programs unused for long. Call it once this start has loaded its programs."""
-        remove_unused(self._root)
+        """Removes what has not been used for `KEPT_S`. Call it once this start has loaded its programs."""
+        oldest = time.time() - KEPT_S
+        for path in (path for pattern in _PATTERNS for path in self._root.glob(pattern)):
+            with contextlib.suppress(OSError):  # a directory that is not empty; gone, or another user's
+                if path.stat().st_mtime < oldest and path.suffix != ".key":
+                    (path.rmdir if path.is_dir() else path.unlink)()
 
     def _by_name(self, name: str) -> Callable[..., Any] | None:
         text = self._read(self._names / name)
@@ -323,19 +327,6 @@ def _is_whole(key: bytes) -> bool:
 def _digest(fields: Fields) -> str:
     text = "\n".join(f"{name}={value}" for name, value in sorted(fields.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def remove_unused(root: Path) -> None:
-    """Removes programs in `root` that have not been used for `KEPT_S`, and directories that have become empty."""
-    for pattern in _PATTERNS:
-        for path in root.glob(pattern):
-            with contextlib.suppress(OSError):  # not empty, gone, or another user's
-                if _age(path) > KEPT_S and path.suffix != ".key":
-                    (path.rmdir if path.is_dir() else path.unlink)()
-
-
-def _age(path: Path) -> float:
-    return time.time() - path.stat().st_mtime
 
 
 class EventCounter:

@@ -109,7 +109,8 @@ class ServedWeights:
             phy2log=experts,
             tensor_parallel_size=shards,
         )
-        return functools.partial(_read, planned, self._reading.threads)
+        threads = self._reading.threads
+        return lambda before: planned.read(progress=False, threads=threads, before=before)
 
     def replace(self, on_progress: Callable[[], None]) -> None:
         """Replaces all leaves as planned; `on_progress` is called after each.
@@ -175,10 +176,6 @@ class ServedWeights:
             return None
         _, placement = self._experts.take(self._devices.params)
         return expert_map_of(Placement(*map(np.asarray, placement)), self._experts.num_replicas).phy2log
-
-
-def _read(planned: Any, threads: int, before: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
-    return planned.read(progress=False, threads=threads, before=before)
 
 
 def plan_tree(

@@ -228,7 +228,6 @@ class Preemption:
                 reserve = RESERVED_PAGES * int(self._slots.num_above_lowest_priority()[rank])
 
     def _preempt_all(self, priority: int) -> None:
-        """Preempts all requests that `priority` may preempt."""
         for rank in range(self._cfg.num_ranks):
             for each in reversed(self._slots.preemptible_on_rank(rank, priority)):
                 self._preempt(each)

@@ -194,6 +194,10 @@ class BatchSlots:
         start = rank * self._per_rank
         return [s for s in self.sequences[start : start + self._per_rank] if s is not None]
 
+    def holds(self, sequence: Sequence, epoch: int) -> bool:
+        """Returns whether a request still has the slot that something was launched for in this epoch."""
+        return sequence.slot >= 0 and bool(self.epoch[sequence.slot] == epoch)
+
     def allocate(self, sequence: Sequence, rank: int) -> None:
         """Allocates the lowest free slot of `rank` to a sequence."""
         slot = heapq.heappop(self._free[rank])

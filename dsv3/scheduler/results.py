@@ -132,16 +132,11 @@ def prefilled_expert_outputs(
         row = 0
         for chunk in mine:
             sequence, count = chunk.sequence, chunk.stop - chunk.start
-            if (routed := sequence.routed) is not None and _holds(slots, chunk):
+            if (routed := sequence.routed) is not None and slots.holds(sequence, chunk.epoch):
                 routed.append(chunk.start, routed_experts[rank, row : row + count])
                 while (part := routed.take(_PART)) is not None:
                     yield EngineOutput(request_id=sequence.id, token_ids=[], routed_experts=part)
             row += count
-
-
-def _holds(slots: BatchSlots, chunk: Chunk) -> bool:
-    """Returns whether the request of a chunk still has the slot that the chunk was computed for."""
-    return chunk.sequence.slot >= 0 and bool(slots.epoch[chunk.sequence.slot] == chunk.epoch)
 
 
 def _record_experts(

@@ -124,7 +124,7 @@ class Leader:
     def _leave_out(self, missing: frozenset[int]) -> int:
         """Drops processes that have not connected and sent Hello; returns the number of followers left."""
         with self._changed:
-            self._rejoining = RejoiningProcesses(self._options, self._fields, missing)
+            self._rejoining = RejoiningProcesses(self._options, self._fields)
             self._left_out, self._followers = missing, self._followers - missing
             late = [self._channels.pop(process_id) for process_id in missing & self._channels.keys()]
         self._digests, self._reached = StepDigests(self._followers), dict.fromkeys(self._followers, -1)
@@ -326,7 +326,6 @@ class Leader:
                 self._fail(f"process {process_id} has failed ({message.kind})")
 
     def _messages[M](self, kind: type[M]) -> dict[int, M]:
-        """Returns the followers' messages of a type, by process."""
         return {process_id: each for process_id, each in self._received[kind].items() if isinstance(each, kind)}
 
     def _record(self, process_id: int, message: messages.ToLeader) -> None:
@@ -413,7 +412,6 @@ class Leader:
         self._fail(reason)
 
     def _log_records(self, reason: str) -> None:
-        """Logs what each process does."""
         self._records.update(LEADER, self.recorder.heartbeat())
         lines = self._records.lines([LEADER, *sorted(self._followers)])
         _log.error("%s; what each process does:\n  %s", reason, "\n  ".join(lines))

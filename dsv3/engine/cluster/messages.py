@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -191,14 +191,25 @@ def _array(value: Any) -> np.ndarray:
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
-_to_follower: msgspec.msgpack.Decoder[ToFollower] = msgspec.msgpack.Decoder(ToFollower, dec_hook=_from_plain)
-_to_leader: msgspec.msgpack.Decoder[ToLeader] = msgspec.msgpack.Decoder(ToLeader, dec_hook=_from_plain)
+encode = msgspec.msgpack.Encoder(enc_hook=_to_plain).encode
+"""Returns the body of a frame with a message."""
+
+
+@functools.cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_from_plain)
+
+
+decode_for_follower: Callable[[bytes], ToFollower] = _decoder(ToFollower).decode
+"""Returns a message of the leader. Raises msgspec.MsgspecError for anything else."""
+
+decode_for_leader: Callable[[bytes], ToLeader] = _decoder(ToLeader).decode
+"""Returns a message of a follower. Raises msgspec.MsgspecError for anything else."""
 
 
 def step_of(command: StepCommand) -> Step:
     """Returns the message for a command."""
-    return Step(command.number, [(kind, msgspec.Raw(_encoder.encode(job))) for kind, job in command.jobs])
+    return Step(command.number, [(kind, msgspec.Raw(encode(job))) for kind, job in command.jobs])
 
 
 def command_of(step: Step, kinds: Sequence[JobKind]) -> StepCommand:
@@ -210,23 +221,3 @@ def command_of(step: Step, kinds: Sequence[JobKind]) -> StepCommand:
             raise msgspec.ValidationError(f"{name!r} is not a kind of job here")
         jobs.append((name, _decoder(types[name]).decode(raw)))
     return StepCommand(step.number, tuple(jobs))
-
-
-@functools.cache
-def _decoder(kind: type) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind, dec_hook=_from_plain)
-
-
-def encode(message: ToFollower | ToLeader) -> bytes:
-    """Returns the body of a frame."""
-    return _encoder.encode(message)
-
-
-def decode_for_follower(body: bytes) -> ToFollower:
-    """Returns a message of the leader. Raises msgspec.MsgspecError for anything else."""
-    return _to_follower.decode(body)
-
-
-def decode_for_leader(body: bytes) -> ToLeader:
-    """Returns a message of a follower. Raises msgspec.MsgspecError for anything else."""
-    return _to_leader.decode(body)

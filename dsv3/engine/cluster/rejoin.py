@@ -21,19 +21,9 @@ REFUSAL_S = 5.0
 
 
 class RejoiningProcesses:
-    """The `missing` processes of an instance's group; `fields` are the leader's fingerprint.
+    """Processes that an instance's group lacks; `fields` are the leader's fingerprint, `clock` returns seconds."""
 
-    `clock` returns seconds.
-    """
-
-    def __init__(
-        self,
-        options: ClusterOptions,
-        fields: Fields,
-        missing: frozenset[int],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.missing = missing
+    def __init__(self, options: ClusterOptions, fields: Fields, clock: Callable[[], float] = time.monotonic) -> None:
         self._options, self._fields, self._clock = options, fields, clock
         self._lock = threading.Lock()
         self._channels: dict[int, Channel] = {}

@@ -194,7 +194,6 @@ class Wire:
         return True
 
     def _read_socket(self, deadline: float | None) -> None:
-        """Waits for encrypted bytes."""
         self._set_timeout(deadline)
         self._incoming.write(self._recv())
 

@@ -74,11 +74,10 @@ class Devices:
 
     def delete(self) -> None:
         """Frees the memory of all arrays at once, whatever still refers to them; nothing can run here afterwards."""
-        made = [self.__dict__.get(name) for name in ("pages", "state")]
-        for array in jax.tree.leaves((self.params, made, self.adjust, list(self._unused.values()))):
+        self.free_cache()
+        for array in jax.tree.leaves(self.params):
             array.delete()
-        self.params = self.pages = self.state = self.adjust = self.decoded = self.prefilled = None
-        self._unused = {}
+        self.params = self.pages = self.state = None
 
     def free_cache(self) -> None:
         """Frees page pools and decode state; `allocate` makes them again, empty."""
@@ -186,7 +185,6 @@ def _launch(devices: Devices, spec: ProgramSpec, live: dict[int, Any]) -> None:
 
 
 def _arrays_for(shapes: Any, arrays: dict[int, Any]) -> Any:
-    """Returns the arrays in place of their shapes."""
     return jax.tree.map(lambda shape: arrays[id(shape)], shapes)
 
 

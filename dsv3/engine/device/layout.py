@@ -219,10 +219,6 @@ class Layout:
         """Returns the shapes of a prefill batch of bucket `size`: tokens `[T]`, and chunks `[B, columns]`."""
         return self.array(size), self.array(self.cfg.prefill_rows(size), chunk_columns(self.cfg))
 
-    def shape_of(self, array: np.ndarray) -> jax.ShapeDtypeStruct:
-        """Returns the shape of an argument over all ranks, given the host array of some ranks `[ranks, ...]`."""
-        return self.array(*array.shape[1:], dtype=array.dtype)
-
     def sharded(self, tree: Any) -> Any:
         """Returns a tree of shapes with the sharding of arrays whose leading axis is the rank."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.rank_sharding), tree)

@@ -11,6 +11,7 @@ behind drafts depend on them.
 import dataclasses
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,12 +65,6 @@ class DraftCommand(Command, frozen=True):
     returns_drafts: bool
     longest: int = ANY_LENGTH
 
-    @classmethod
-    def after_prefill(cls, size: int, texts: list[CachedText], returns_drafts: bool, longest: int) -> "DraftCommand":
-        """Returns the command that follows a prefill job of the bucket `size`."""
-        ranks = [text.rank for text in texts]
-        return cls(PREFILL, size, 1, texts, max(map(ranks.count, ranks), default=0), returns_drafts, longest)
-
     def part(self, ranks: range) -> "DraftCommand":
         """Returns the command with the texts of `ranks` only."""
         mine = [
@@ -111,8 +106,9 @@ class DraftPlanner:
                 done = job.command
                 command = DraftCommand(job.kind, done.rows.shape[1], done.width, [], 0, returns_drafts, done.longest)
             elif isinstance(job.command, PrefillCommand):
-                texts = self._cached(job.context.chunks)
-                command = DraftCommand.after_prefill(job.command.bucket, texts, returns_drafts, job.command.longest)
+                size, texts = job.command.bucket, self._cached(job.context.chunks)
+                turns = max(Counter(text.rank for text in texts).values(), default=0)
+                command = DraftCommand(job.kind, size, 1, texts, turns, returns_drafts, job.command.longest)
             else:
                 continue
             planned.append(Planned(NAME, command, job.context.rows))

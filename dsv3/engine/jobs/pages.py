@@ -220,12 +220,12 @@ class PagesPlanner:
     def on_results(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
         """Stores offloaded pages in the tiers, and makes loaded pages findable."""
         assert isinstance(planned.command, PagesCommand)
-        arrays, slots = iter(results), self._scheduler.slots
+        arrays = iter(results)
         for rank, keys in (pair for copy in planned.command.out for pair in copy.keys.items()):
             if rank in self._own_ranks:  # the other processes store theirs
                 self._store(keys, value_rows(next(arrays), len(keys)))
         for sequence, epoch, tokens in planned.context:
-            if sequence.slot >= 0 and slots.epoch[sequence.slot] == epoch:
+            if self._scheduler.slots.holds(sequence, epoch):
                 self._scheduler.publish(sequence, tokens)
         self._under_way -= 1
         if not self._under_way:
@@ -302,9 +302,8 @@ class PagesPlanner:
         return _Incoming(rank, [page] * len(parts), parts, batch)
 
     def _cancel_stale_fetches(self) -> None:
-        slots = self._scheduler.slots
         for epoch, fetch in list(self._fetches.items()):
-            if fetch.sequence.slot < 0 or slots.epoch[fetch.sequence.slot] != epoch:
+            if not self._scheduler.slots.holds(fetch.sequence, epoch):
                 fetch.load.cancel()
                 del self._fetches[epoch]
 

@@ -188,8 +188,7 @@ class PrefillPlanner:
         self._capacity.update(context.factor, overflowed)
         now = monotonic()
         for chunk in (c for mine in context.chunks for c in reversed(mine)):
-            slot = chunk.sequence.slot
-            holds = slot >= 0 and scheduler.slots.epoch[slot] == chunk.epoch
+            holds = scheduler.slots.holds(chunk.sequence, chunk.epoch)
             if holds and overflowed:
                 scheduler.recompute(chunk.sequence, chunk.start)
             elif holds:
@@ -202,7 +201,6 @@ class PrefillPlanner:
         return self._balance if self._cfg.num_ranks > 1 else None
 
     def _chunks(self) -> list[list[Chunk]]:
-        """Returns the chunks of a step, by rank."""
         prefilling, windows = self._scheduler.prefilling, self._scheduler.windows
         rows = self._cfg.prefill_rows(self._cfg.prefill_buckets[-1])
         budget = max(1, self._cfg.max_num_batched_tokens // self._capacity.factor)

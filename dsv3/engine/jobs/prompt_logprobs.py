@@ -49,7 +49,7 @@ def prompt_logprob_outputs(
         row = 0
         for chunk in mine:
             sequence = chunk.sequence
-            if sequence.needs_prompt_logprobs and sequence.slot >= 0 and slots.epoch[sequence.slot] == chunk.epoch:
+            if sequence.needs_prompt_logprobs and slots.holds(sequence, chunk.epoch):
                 for part in _parts(chunk, [array[rank, row:] for array in results]):
                     yield EngineOutput(request_id=sequence.id, token_ids=[], prompt_logprobs=part)
             row += chunk.stop - chunk.start

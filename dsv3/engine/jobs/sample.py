@@ -257,12 +257,12 @@ def sampler_programs(layout: Layout) -> Iterator[ProgramSpec]:
     adjust = adjust_shapes(layout)
     yield layout.per_rank(Key("new_adjust"), functools.partial(_zeros, adjust), (layout.array(),))
     row = _adjust_rows([], cfg.num_ranks, cfg, layout.model_cfg.vocab_size)
-    shapes, padding = AdjustRow(*map(layout.shape_of, row)), {1: AdjustRow(*(array[:1] for array in row))}
+    shapes = AdjustRow(*(layout.array(*array.shape[1:], dtype=array.dtype) for array in row))
+    padding = {1: AdjustRow(*(array[:1] for array in row))}
     yield layout.per_rank(Key("adjust"), adjust_body, (adjust, shapes), donated=(0,), padding=padding)
 
 
 def _sampler(layout: Layout, rows: int, width: int, sampler: Sampler) -> ProgramSpec:
-    """Returns the program of a sampler."""
     adjust = adjust_shapes(layout) if sampler.variant == FULL else None
     donated = (0, 1) if sampler.variant == FULL else (0,)
     words = bitmask_words(layout.model_cfg.vocab_size)

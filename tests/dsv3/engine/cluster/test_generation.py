@@ -109,7 +109,7 @@ def test_a_missing_process_of_the_leaders_node_ends_the_start(tmp_path) -> None:
 
 def test_a_node_rejoins_once_all_its_processes_are_on_one_host(tmp_path) -> None:
     cluster = local.options(tmp_path, 6, cluster_grow_interval=1e-3, processes_per_node=2)
-    returning = RejoiningProcesses(cluster, local.FIELDS, frozenset(range(2, 6)))
+    returning = RejoiningProcesses(cluster, local.FIELDS)
     returning.on_serving()
     ends = []
     for process_id, host in ((2, "a"), (4, "b"), (5, "c"), (3, "a")):
@@ -161,7 +161,7 @@ def test_a_rejoining_process_waits_for_the_next_group(tmp_path) -> None:
 
 def test_a_silent_rejoining_process_is_dropped(tmp_path) -> None:
     cluster = local.options(tmp_path, 2, cluster_silence_timeout=1e-3, cluster_grow_interval=1e-3)
-    returning = RejoiningProcesses(cluster, local.FIELDS, frozenset({1}))
+    returning = RejoiningProcesses(cluster, local.FIELDS)
     returning.on_serving()
     ours, theirs = local.wires(*socket.socketpair())
     returning.admit(1, ours)

@@ -278,7 +278,6 @@ def _cache_identity(
 
 
 def _tokenizer_identity(directory: Path) -> str:
-    """Returns a digest of the tokenizer's files."""
     names = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "tekken.json")
     files = [directory / name for name in names] + sorted(directory.glob("tokenization_*.py"))
     digest = hashlib.sha256()

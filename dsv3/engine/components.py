@@ -79,11 +79,6 @@ class EngineComponents:
         tree = shardings(self.functions.param_specs, self.mesh)
         return dataclasses.replace(self, params=jax.tree.map(with_sharding, tree, self.params))
 
-    @property
-    def takes_grammars(self) -> bool:
-        """Whether requests may be constrained by grammars."""
-        return self.tokenizer is not None
-
     @classmethod
     def on_devices(
         cls,

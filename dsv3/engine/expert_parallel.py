@@ -27,7 +27,7 @@ from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.params import LayerParams, MoeParams, Params, declare
 from dsv3.model.steps import StepOutput
-from dsv3.model.tensor_parallel import Shards, arrange
+from dsv3.model.tensor_parallel import Shards
 from dsv3.model.vocabulary import SharedEmbedding, Vocabulary
 from pallas_kernels.backend import Backend
 from sharding.experts.eplb import ExpertMap, rebalance_experts
@@ -69,35 +69,6 @@ class SpreadParams:
 
     params: Params
     placement: Placement
-
-
-def spread_experts(params: Params, cfg: ModelConfig, mesh: Mesh, num_redundant_experts: int) -> SpreadParams:
-    """Returns the parameters as the step functions take them: experts copied into the replicas of `first_expert_map`.
-
-    Rows that the devices of a rank divide are arranged for that (`tensor_parallel.arrange`). Raises ValueError where
-    the model does not divide over the mesh.
-    """
-    expert_map = first_expert_map(cfg, mesh, num_redundant_experts)
-    moe, mtp = np.split(expert_map.phy2log, [cfg.num_moe_layers])
-    declared, arranged = declare(cfg), arrange(params, cfg, rank_size(mesh))
-
-    def replicated(chosen: np.ndarray, specs: Any, tree: Any) -> Any:
-        layer = np.arange(len(chosen))[:, None]
-
-        def one(spec: Any, leaf: Any) -> Any:
-            return jax.tree.map(lambda a: a[layer, chosen], leaf) if "experts" in spec.axes else leaf
-
-        return jax.tree.map(one, specs, tree)
-
-    placed = dataclasses.replace(
-        arranged, moe=replicated(moe, declared.moe, arranged.moe), mtp=replicated(mtp, declared.mtp, arranged.mtp)
-    )
-    return SpreadParams(placed, first_placement(expert_map, num_redundant_experts))
-
-
-def first_placement(expert_map: ExpertMap, num_redundant_experts: int) -> Placement:
-    """Returns the placement of a map, with capacity for any other of as many replicas: numpy arrays."""
-    return placement_of(expert_map, num_redundant_experts + 1)
 
 
 def expert_parallel_functions(
@@ -206,7 +177,7 @@ def _draft_functions(
 
     if cfg.dspark is not None:
         return BlockFunctions(dtype, write, propose, choose)
-    return DraftFunctions(dtype, predict, predict) if cfg.num_nextn_predict_layers else None
+    return DraftFunctions(dtype, predict) if cfg.num_nextn_predict_layers else None
 
 
 def _own(vocabulary: Vocabulary, spread: SpreadParams) -> Params:
@@ -260,13 +231,14 @@ def load_spread(
     num_redundant_experts: int,
     read: Reading,
 ) -> SpreadParams:
-    """Loads the result of `spread_experts`: the replicas of `first_expert_map`, partitioned by `specs`.
+    """Loads the parameters with experts in the replicas of `first_expert_map`, partitioned by `specs`.
 
     The mesh may span processes: each reads what its own devices hold. Raises as `load_params` and `first_expert_map`.
     """
     expert_map = first_expert_map(cfg, mesh, num_redundant_experts)
     where = shardings(specs, mesh)
-    placement = jax.tree.map(_on_devices, first_placement(expert_map, num_redundant_experts), where.placement)
+    first = placement_of(expert_map, num_redundant_experts + 1)  # with capacity for any other of as many replicas
+    placement = jax.tree.map(_on_devices, first, where.placement)
     params = load_params(
         directory,
         cfg,

@@ -61,15 +61,14 @@ class SpreadExperts:
 class DraftFunctions:
     """A module that predicts the token after the next from what is known of a token, and the next token.
 
-    `prefill(params, cfg, PrefillBatch, pages, draft_input)` and `decode(params, cfg, DecodeBatch, pages, draft_input)`
-    are those of `StepFunctions` with two differences: the tokens of a batch are the next ones, and the `draft_input` of
-    the step (`[T, cfg.draft_input_width]` or `[B, S, ...]`) of type `dtype` is an argument. The results
-    have a `draft_input` of the same shape and type, for the next draft; their hidden states are those of `logits`.
+    `predict(params, cfg, PrefillBatch or DecodeBatch, pages, draft_input)` is `prefill` or `decode` of `StepFunctions`
+    with two differences: the tokens of a batch are the next ones, and the `draft_input` of the step
+    (`[T, cfg.draft_input_width]` or `[B, S, ...]`) of type `dtype` is an argument. The results have a `draft_input` of
+    the same shape and type, for the next draft; their hidden states are those of `logits`.
     """
 
     dtype: Any
-    prefill: Callable[[Any, ModelConfig, PrefillBatch, Any, jax.Array], StepOutput]
-    decode: Callable[[Any, ModelConfig, DecodeBatch, Any, jax.Array], StepOutput]
+    predict: Callable[[Any, ModelConfig, PrefillBatch | DecodeBatch, Any, jax.Array], StepOutput]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +145,7 @@ def model_functions(
     if blocks:
         draft = BlockFunctions(dtype, write, propose, dspark.choose)
     elif drafts:
-        draft = DraftFunctions(dtype, predict, predict)
+        draft = DraftFunctions(dtype, predict)
     logits = functools.partial(decoder.logits, backend=backend)
     return StepFunctions(prefill, decode, logits, draft=draft, dtype=dtype)
 
@@ -169,8 +168,6 @@ def batch_invariant(functions: StepFunctions) -> StepFunctions:
 def _traced_in(
     functions: StepFunctions, context: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> StepFunctions:
-    """Returns functions that are traced in `context()`."""
-
     def inside[**P, R](function: Callable[P, R]) -> Callable[P, R]:
         def traced(*args: P.args, **kwargs: P.kwargs) -> R:
             with context():
@@ -180,7 +177,7 @@ def _traced_in(
 
     draft = functions.draft
     if isinstance(draft, DraftFunctions):
-        draft = dataclasses.replace(draft, prefill=inside(draft.prefill), decode=inside(draft.decode))
+        draft = dataclasses.replace(draft, predict=inside(draft.predict))
     elif isinstance(draft, BlockFunctions):
         write, propose, choose = inside(draft.write), inside(draft.propose), inside(draft.choose)
         draft = dataclasses.replace(draft, write=write, propose=propose, choose=choose)

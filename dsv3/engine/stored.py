@@ -96,7 +96,8 @@ class ProgramStore:
 
     def get(self, name: str, lower: Callable[[], Any], options: Mapping[str, Any] | None) -> Callable[..., Any]:
         """Returns the program `name`: stored by this name or by the text of `lower()` and `options`, or compiled."""
-        program = self._by_name(name)
+        known = self._read(self._names / name)
+        program = None if known is None else self._executable(known.decode())
         if program is not None:
             self._hits += 1
             return program
@@ -120,10 +121,6 @@ class ProgramStore:
             with contextlib.suppress(OSError):  # a directory that is not empty; gone, or another user's
                 if path.stat().st_mtime < oldest and path.suffix != ".key":
                     (path.rmdir if path.is_dir() else path.unlink)()
-
-    def _by_name(self, name: str) -> Callable[..., Any] | None:
-        text = self._read(self._names / name)
-        return None if text is None else self._executable(text.decode())
 
     def _executable(self, text: str) -> Callable[..., Any] | None:
         """Returns the executable of a program whose text has this digest, None if none can be used."""

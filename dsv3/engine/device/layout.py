@@ -26,7 +26,7 @@ from dsv3.config.engine import EngineConfig, ForwardProgram
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device import state as device_state
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.state import chunk_columns
+from dsv3.engine.device.state import DecodeState, chunk_columns
 from dsv3.kv_cache.layout import groups_of, pool
 from dsv3.model.batch import AttentionForm
 from dsv3.model.forms import applies
@@ -111,7 +111,7 @@ class Layout:
             components.cfg,
             components.mesh,
         )
-        self.forward_counters, self.takes_grammars = forward_counters, components.takes_grammars
+        self.forward_counters, self.takes_grammars = forward_counters, components.tokenizer is not None
         self.rank_sharding, self.spans_processes = rank_sharding(self.mesh), spans_processes(self.mesh)
         self.params = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), components.params
@@ -180,9 +180,11 @@ class Layout:
         ranks = self.functions.vocabulary.ranks
         return self.array(ranks, rows, width, self.model_cfg.vocab_size // ranks, dtype=jnp.float32)
 
-    def update_counters(self, counters: dict[str, Any], result: StepOutput, program: int) -> dict[str, Any]:
-        """Returns the counters after a forward pass; called while its program is traced."""
-        return {name: self.forward_counters[name].update(values, result, program) for name, values in counters.items()}
+    def update_counters(self, state: DecodeState, result: StepOutput, program: int) -> DecodeState:
+        """Returns the state with its counters after a forward pass; called while its program is traced."""
+        each = state.counters.items()
+        counters = {name: self.forward_counters[name].update(values, result, program) for name, values in each}
+        return dataclasses.replace(state, counters=counters)
 
     def sampling_slots(self, slots: jax.Array, result: StepOutput) -> jax.Array:
         """Returns the slots `[B]` to sample after a forward pass: all `retry_slot` where it overflowed."""

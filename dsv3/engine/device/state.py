@@ -208,18 +208,28 @@ def ragged_batch(
     return dataclasses.replace(batch, page_table=pages, window_table=windows, slots=rows[:, 0])
 
 
+def existing(state: DecodeState, slots: jax.Array) -> jax.Array:
+    """Returns the slots `[B]` of rows, for padding any slot."""
+    return jnp.minimum(slots, state.lengths.shape[0] - 1)
+
+
 def decode_batch(
     state: DecodeState,
     slots: jax.Array,
     tokens: jax.Array,
-    lengths: jax.Array,
+    ahead: int | jax.Array,
     form: AttentionForm = AttentionForm.ANY,
 ) -> DecodeBatch:
-    """Returns the model's batch of `tokens` `[B, S]` of `slots` `[B]`; rows of length 0 may have any slot."""
-    batch = DecodeBatch(tokens, lengths, state.page_table[slots], form)
+    """Returns the model's batch of `tokens` `[B, S]` of `slots` `[B]`, the last of them `ahead` of the slots' lengths.
+
+    That is one number for all, or `[B]`. Rows of padding have length 0.
+    """
+    mine = existing(state, slots)
+    lengths = jnp.where(slots < state.lengths.shape[0], state.lengths[mine] + ahead, 0)
+    batch = DecodeBatch(tokens, lengths, state.page_table[mine], form)
     if state.window_table is None:
         return batch
-    return dataclasses.replace(batch, window_table=state.window_table[slots], slots=slots)
+    return dataclasses.replace(batch, window_table=state.window_table[mine], slots=mine)
 
 
 def last_rows(batch: PrefillBatch) -> jax.Array:

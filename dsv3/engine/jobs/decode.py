@@ -17,7 +17,7 @@ from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.form_selection import ANY_LENGTH, decode_form, decode_forms
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.state import DecodeState, decode_batch
+from dsv3.engine.device.state import DecodeState, decode_batch, existing
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.sample import (
     ForwardContext,
@@ -263,21 +263,17 @@ def decode_body(
     """
     functions, cfg = layout.functions, layout.model_cfg
     slots, new_page, index = rows[:, 0], rows[:, 1], rows[:, 2]
-    num_slots = state.lengths.shape[0]
-    clipped = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
-    lengths = jnp.where(slots < num_slots, state.lengths[clipped] + (width - 1), 0)
-    extended = jnp.where(new_page >= 0, slots, num_slots)
+    extended = jnp.where(new_page >= 0, slots, state.lengths.shape[0])
     page_table, window_table = state.page_table.at[extended, index].set(new_page, mode="drop"), state.window_table
     if window_table is not None:
         window_table = window_table.at[extended, index].set(rows[:, 3], mode="drop")
     state = dataclasses.replace(state, page_table=page_table, window_table=window_table)
-    batch = decode_batch(state, clipped, state.tokens[clipped, :width], lengths, form)
+    batch = decode_batch(state, slots, state.tokens[existing(state, slots), :width], width - 1, form)
     if layout.cfg.enable_return_routed_experts:
         batch = dataclasses.replace(batch, returns_routed_experts=True)
     out = functions.decode(params, cfg, batch, pages)
     scores = functions.scores(params, cfg, out.hidden)
-    counters = layout.update_counters(state.counters, out, program)
-    state = dataclasses.replace(state, counters=counters)
+    state = layout.update_counters(state, out, program)
     draft_input, routed_experts = layout.draft_input(out), layout.routed_experts(out)
     return out.pages, state, scores, draft_input, routed_experts, layout.sampling_slots(slots, out)
 

@@ -25,7 +25,7 @@ from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.form_selection import ANY_LENGTH
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.state import NO_DRAFT, DecodeState, decode_batch, ragged_batch, with_drafts
+from dsv3.engine.device.state import NO_DRAFT, DecodeState, decode_batch, existing, ragged_batch, with_drafts
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.decode import NAME as DECODE
 from dsv3.engine.jobs.decode import DecodeCommand
@@ -181,11 +181,8 @@ def verified_batch(
     Its tokens are those that really follow, `sampled` `[B, S]`; behind the accepted ones they are below 0. `slots` are
     `[B]`.
     """
-    num_slots, S = state.lengths.shape[0], sampled.shape[1]
-    clipped = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
     accepted = jnp.sum(sampled > NOTHING, axis=1, dtype=jnp.int32)
-    lengths = jnp.where(slots < num_slots, state.lengths[clipped] - accepted - 1 + S, 0)
-    return decode_batch(state, clipped, sampled, lengths, form), accepted
+    return decode_batch(state, slots, sampled, sampled.shape[1] - 1 - accepted, form), accepted
 
 
 def forward_program(
@@ -208,7 +205,7 @@ def read_draft_programs(layout: Layout) -> Iterator[ProgramSpec]:
 
 def read_drafts_body(state: DecodeState, slots: jax.Array) -> jax.Array:
     """Returns the drafts of `slots` `[B]`, `[B, S - 1]` of the widest row, for one rank."""
-    return state.tokens[jnp.minimum(slots, state.tokens.shape[0] - 1), 1:]
+    return state.tokens[existing(state, slots), 1:]
 
 
 def lookup_programs(layout: Layout) -> Iterator[ProgramSpec]:
@@ -283,13 +280,13 @@ def _propose(layout: Layout, drafts: int, state: DecodeState, slots: jax.Array, 
     """Appends `sampled` `[B, S]` to the texts of `slots` `[B]`; writes drafts to the state."""
     speculative, texts = layout.cfg.speculative, state.texts
     assert speculative is not None  # else there is no drafter
-    clipped = jnp.minimum(slots, texts.shape[0] - 1)  # padding gets any slot's
-    lengths, counts = state.lengths[clipped], jnp.sum(sampled > NOTHING, axis=1, dtype=jnp.int32)
+    mine = existing(state, slots)
+    lengths, counts = state.lengths[mine], jnp.sum(sampled > NOTHING, axis=1, dtype=jnp.int32)
     column = jnp.arange(sampled.shape[1])
     positions = jnp.where(column < counts[:, None], lengths[:, None] - counts[:, None] + column, texts.shape[1])
     texts = texts.at[slots[:, None], positions].set(sampled, mode="drop")
     bounds = speculative.lookup_min, speculative.lookup_max
-    found = jax.vmap(lambda text, length: continuation(text, length, drafts, *bounds))(texts[clipped], lengths)
+    found = jax.vmap(lambda text, length: continuation(text, length, drafts, *bounds))(texts[mine], lengths)
     return with_drafts(dataclasses.replace(state, texts=texts), slots, found)
 
 

@@ -7,7 +7,6 @@ drafts the cache is written too, so that it has no holes when drafts are wanted 
 Blocks are not cached, so nothing is rolled back: rows of rejected drafts are written again before a block sees them.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.sampling import best_tokens
-from dsv3.engine.device.state import NO_DRAFT, DecodeState, decode_batch, ragged_batch, with_drafts
+from dsv3.engine.device.state import NO_DRAFT, DecodeState, decode_batch, existing, ragged_batch, with_drafts
 from dsv3.engine.functions import BlockFunctions
 from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.draft import DraftCommand, draft_kind, forward_program, verified_batch
@@ -107,10 +106,8 @@ def _with_block(
 ) -> DecodeState:
     """Returns the state with `count` drafts of `slots` `[B]`."""
     functions, stages, cfg = layout.functions, _stages(layout), layout.model_cfg
-    num_slots = state.lengths.shape[0]
-    clipped = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
-    last, lengths = state.tokens[clipped, 0], jnp.where(slots < num_slots, state.lengths[clipped], 0)
-    out = stages.propose(params, cfg, decode_batch(state, clipped, last[:, None], lengths), pages)
+    last = state.tokens[existing(state, slots), 0]
+    out = stages.propose(params, cfg, decode_batch(state, slots, last[:, None], 0), pages)
     scores = functions.scores(params, cfg, out.hidden[:, :count])
     vocabulary = functions.vocabulary
 
@@ -119,8 +116,7 @@ def _with_block(
 
     drafts, confidence = stages.choose(params, vocabulary, best, scores, out.draft_input[:, :count], last)
     sure = jnp.cumprod(confidence >= LEAST_CONFIDENCE, axis=1) > 0
-    counters = layout.update_counters(state.counters, out, program)
-    state = dataclasses.replace(state, counters=counters)
+    state = layout.update_counters(state, out, program)
     return with_drafts(state, slots, jnp.where(sure, drafts, NO_DRAFT))
 
 

@@ -25,7 +25,15 @@ from dsv3.engine.device.form_selection import decode_form, decode_forms
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.sampling import best_tokens
-from dsv3.engine.device.state import DecodeState, decode_batch, last_rows, next_tokens, ragged_batch, with_drafts
+from dsv3.engine.device.state import (
+    DecodeState,
+    decode_batch,
+    existing,
+    last_rows,
+    next_tokens,
+    ragged_batch,
+    with_drafts,
+)
 from dsv3.engine.functions import DraftFunctions
 from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.draft import DraftCommand, draft_kind, forward_program, verified_batch
@@ -109,9 +117,9 @@ def prefill_body(
     """
     batch = ragged_batch(layout.cfg, tokens, rows, form)
     shifted = dataclasses.replace(batch, tokens=next_tokens(batch, rows, sampled[:, 0]))
-    out = _module(layout).prefill(params, layout.model_cfg, shifted, pages, draft_input)
+    out = _module(layout).predict(params, layout.model_cfg, shifted, pages, draft_input)
     last = last_rows(batch)
-    state = _update_counters(layout, state, out, program)
+    state = layout.update_counters(state, out, program)
     return out.pages, _with_draft(layout, params, state, out.hidden[last], slots, 1), _draft_input(layout, out)[last]
 
 
@@ -134,9 +142,9 @@ def decode_body(
     `prefill_body` does.
     """
     batch, accepted = verified_batch(state, slots, sampled, form)
-    out = _module(layout).decode(params, layout.model_cfg, batch, pages, draft_input)
+    out = _module(layout).predict(params, layout.model_cfg, batch, pages, draft_input)
     last = jnp.arange(slots.shape[0]), jnp.maximum(accepted - 1, 0)
-    state, following = _update_counters(layout, state, out, program), _draft_input(layout, out)[last]
+    state, following = layout.update_counters(state, out, program), _draft_input(layout, out)[last]
     if sampled.shape[1] == 1:
         return out.pages, with_drafts(state, slots, jnp.zeros((slots.shape[0], 0), jnp.int32)), following
     return out.pages, _with_draft(layout, params, state, out.hidden[last], slots, 1), following
@@ -159,12 +167,10 @@ def chain_body(
     It does so for one rank. Returns pages, state, and the module's `draft_input` one position further. `program` is the
     number of its counters.
     """
-    num_slots = state.lengths.shape[0]
-    clipped = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
-    lengths = jnp.where(slots < num_slots, state.lengths[clipped] - 1 + number, 0)
-    batch = decode_batch(state, clipped, state.tokens[clipped, number][:, None], lengths, form)
-    out = _module(layout).decode(params, layout.model_cfg, batch, pages, draft_input[:, None])
-    state = _update_counters(layout, state, out, program)
+    token = state.tokens[existing(state, slots), number]
+    batch = decode_batch(state, slots, token[:, None], number - 1, form)
+    out = _module(layout).predict(params, layout.model_cfg, batch, pages, draft_input[:, None])
+    state = layout.update_counters(state, out, program)
     state = _with_draft(layout, params, state, out.hidden[:, 0], slots, number + 1)
     return out.pages, state, _draft_input(layout, out)[:, 0]
 
@@ -182,10 +188,6 @@ def _with_draft(
     functions = layout.functions
     token = best_tokens(functions.vocabulary, functions.scores(params, layout.model_cfg, hidden)).tokens
     return with_drafts(state, slots, token[:, None], number)
-
-
-def _update_counters(layout: Layout, state: DecodeState, result: StepOutput, program: int) -> DecodeState:
-    return dataclasses.replace(state, counters=layout.update_counters(state.counters, result, program))
 
 
 def _module(layout: Layout) -> DraftFunctions:

@@ -385,8 +385,8 @@ def prefill_body(
         page_table=state.page_table.at[slots].set(batch.page_table, mode="drop"),
         window_table=window_table,
         controls=state.controls.at[slots].set(rows[:, 4:HEADER], mode="drop"),
-        counters=layout.update_counters(state.counters, out, program),
     )
+    state = layout.update_counters(state, out, program)
     sampling = jnp.where(follows < 0, slots, state.lengths.shape[0])
     hidden = out.hidden[: prompt_logprobs.num_hidden_rows(layout, tokens.shape[0])]
     draft_input = layout.draft_input(out) if cfg.hyper_connections is not None else None

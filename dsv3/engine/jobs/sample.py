@@ -27,7 +27,7 @@ from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.sampling import apply_bitmask, best_tokens, bitmask_words
-from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustments_at, controls_at
+from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustments_at, controls_at, existing
 from dsv3.engine.job import Command
 from dsv3.model.layers.router import id_dtype
 from dsv3.model.vocabulary import Vocabulary
@@ -447,7 +447,7 @@ def sample_body(
 
     draw: Draw = one_position
     if adjust is None:  # what is drawn at a position changes nothing for the next: all at once
-        repeated = jnp.repeat(jnp.minimum(slots, state.tokens.shape[0] - 1), width)
+        repeated = jnp.repeat(existing(state, slots), width)
         offsets = jnp.tile(jnp.arange(width), rows)
         every = sample(None, logits.reshape(rows * width, vocab_size), repeated, offsets)
         every = jax.tree.map(lambda array: array.reshape(rows, width, *array.shape[1:]), every)
@@ -466,7 +466,7 @@ def _advance(
 ) -> tuple[DecodeState, AdjustState | None, Any]:
     """Samples `width` tokens of each row by `draw`; returns as `sample_body` does."""
     num_slots = state.tokens.shape[0]
-    rows = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
+    rows = existing(state, slots)
     drafts = state.tokens[rows]
     going = slots < num_slots
     last, columns, details = drafts[:, 0], [], []

@@ -20,7 +20,7 @@ from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.engine import Engine
-from dsv3.engine.expert_parallel import expert_parallel_functions, spread_experts
+from dsv3.engine.expert_parallel import expert_parallel_functions
 from dsv3.engine.functions import SpreadExperts
 from dsv3.engine.job import Command, Planned
 from dsv3.engine.jobs import experts
@@ -35,6 +35,7 @@ from sharding.experts.traffic import Traffic
 from sharding.mesh import Machine, rank_mesh
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import Gathered, name_of, request, run, take
+from tests.dsv3.engine.spread import spread_experts
 from tests.dsv3.model import golden
 from tests.dsv3.model.golden import DIRECTORY
 

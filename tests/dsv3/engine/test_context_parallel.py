@@ -20,7 +20,7 @@ from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine, served
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
-from dsv3.engine.expert_parallel import expert_parallel_functions, spread_experts
+from dsv3.engine.expert_parallel import expert_parallel_functions
 from dsv3.engine.memory import local_bytes
 from dsv3.kv_cache.layout import window_pages, window_size
 from dsv3.kv_cache.tiers import tiers
@@ -30,6 +30,7 @@ from dsv3.model.forward import forward
 from sharding.mesh import rank_mesh
 from tests.dsv3.engine.driving import request, run
 from tests.dsv3.engine.fewer import one_bucket
+from tests.dsv3.engine.spread import spread_experts
 from tests.dsv3.model import golden
 from tests.dsv3.model.deepseek_v4 import with_module
 

@@ -216,7 +216,7 @@ def strict(functions: StepFunctions) -> StepFunctions:
 
     draft = functions.draft
     assert draft is not None
-    draft = dataclasses.replace(draft, prefill=checked(draft.prefill), decode=checked(draft.decode))
+    draft = dataclasses.replace(draft, predict=checked(draft.predict))
     return dataclasses.replace(
         functions, prefill=checked(functions.prefill), decode=checked(functions.decode), draft=draft
     )

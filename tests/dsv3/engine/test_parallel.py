@@ -14,7 +14,7 @@ from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
-from dsv3.engine.expert_parallel import expert_parallel_functions, spread_experts
+from dsv3.engine.expert_parallel import expert_parallel_functions
 from dsv3.engine.jobs import experts
 from dsv3.llm import LLM
 from dsv3.model.inspection import inspect
@@ -24,6 +24,7 @@ from sharding.mesh import rank_mesh
 from sharding.nccl_ep import library
 from tests.dsv3.engine.driving import Gathered, request, run, take
 from tests.dsv3.engine.fewer import one_bucket
+from tests.dsv3.engine.spread import spread_experts
 from tests.dsv3.model.golden import DIRECTORY, model
 from tests.sharding import nccl_ep
 

@@ -16,10 +16,11 @@ import pytest
 
 from dsv3.checkpoint import load_params
 from dsv3.config.hugging_face import to_hf
-from dsv3.engine.expert_parallel import Reading, expert_parallel_functions, load_replicated, load_spread, spread_experts
+from dsv3.engine.expert_parallel import Reading, expert_parallel_functions, load_replicated, load_spread
 from dsv3.engine.functions import model_functions
 from sharding.mesh import rank_mesh, shardings
 from tests.dsv3.checkpoint import hf
+from tests.dsv3.engine.spread import spread_experts
 
 READ = Reading(jnp.bfloat16, "keep", progress=False)
 CFG = hf.fp8_config(n_routed_experts=6, num_nextn_predict_layers=0)

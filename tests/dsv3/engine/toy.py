@@ -156,7 +156,10 @@ def drafting(right_of: int | None) -> StepFunctions:
     def main(step: Any) -> Any:
         return lambda params, *args: step(PARAMS if right_of is None else params, *args)
 
-    draft = DraftFunctions(jnp.float32, draft_prefill, draft_decode)
+    def predict(params: Any, cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, *given: Any) -> ToyOutput:
+        return (draft_prefill if isinstance(batch, PrefillBatch) else draft_decode)(params, cfg, batch, *given)
+
+    draft = DraftFunctions(jnp.float32, predict)
     return StepFunctions(main(prefill), main(decode), logits, draft=draft)
 
 

@@ -12,13 +12,14 @@ import pytest
 from dsv3.config.model import ModelConfig
 from dsv3.engine.communication import Communication
 from dsv3.engine.device.sampling import best_tokens
-from dsv3.engine.expert_parallel import SpreadParams, expert_parallel_functions, spread_experts
+from dsv3.engine.expert_parallel import SpreadParams, expert_parallel_functions
 from dsv3.engine.functions import StepFunctions, model_functions
 from dsv3.kv_cache import layout
 from dsv3.model import DecodeBatch, Params, PrefillBatch
 from dsv3.model.schedules import HOOKED, OVERLAPPED, Schedule
 from dsv3.model.tensor_parallel import check_shards
 from sharding.mesh import RANK_SPEC, rank_mesh
+from tests.dsv3.engine.spread import spread_experts
 from tests.dsv3.model.deepseek_v4 import with_module, with_stages
 
 RANKS, REDUNDANT, ROWS, S = 2, 4, 48, 2
@@ -63,7 +64,7 @@ def run(functions: StepFunctions, cfg: ModelConfig, params: Any, given: Any) -> 
     before = functions.prefill(params, cfg, first, pool)
     after = functions.decode(params, cfg, second, before.pages)
     shifted = dataclasses.replace(second, tokens=following)
-    last = functions.draft.decode(params, cfg, shifted, after.pages, after.draft_input)
+    last = functions.draft.predict(params, cfg, shifted, after.pages, after.draft_input)
     found, outs = [jnp.where(live, before.hidden, 0), after.hidden, last.hidden], (before, after, last)
     return found, [out.expert_counts for out in outs], [out.overflows for out in outs]
 

@@ -29,8 +29,7 @@ def lay_out(components: EngineComponents, kinds: Sequence[JobKind]) -> tuple[Lay
     The parameters of `components` may be shapes with shardings.
     """
     kinds = [kind for kind in kinds if kind.applies(components)]
-    forward_counters = {kind.name: counters for kind in kinds if (counters := kind.counters(components)) is not None}
-    layout = Layout(components, forward_counters)
+    layout = Layout(components)
     cfg = layout.cfg
     programs = Programs(layout.platform, layout.reserve.channels, cfg.expert_overlap, cfg.batch_invariant)
     for kind in kinds:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -33,6 +34,9 @@ class SpreadExperts:
     `take(params)` returns the experts of each stack, a tree of `[L, Er, ...]` arrays, and the placement; `put(params,
     stacks, placement)` returns the parameters with these in their place. Both accept trees of shapes and of partitions
     too.
+
+    Each rank counts on its devices, int32 `[n]`: (token, expert) pairs by layer and expert; then for each forward
+    program the passes that overflowed a buffer, and all passes.
     """
 
     layers: tuple[int, ...]
@@ -55,6 +59,22 @@ class SpreadExperts:
     def stack_of(self, layer: int) -> int:
         """Returns the stack that the layer of this number is in."""
         return max(stack for stack in range(len(self.layers)) if self.first_layer(stack) <= layer)
+
+    def num_counters(self, num_programs: int) -> int:
+        """Returns the counters of a rank for so many forward programs."""
+        return self.num_layers * self.num_experts + 2 * num_programs
+
+    def count(self, counters: jax.Array, result: StepOutput, program: int, stack: int) -> jax.Array:
+        """Returns the counters after a pass of forward program number `program` through a stack."""
+        counts = result.expert_counts.ravel()
+        first, passes = self.first_layer(stack) * self.num_experts, self.num_counters(program)
+        ran = jnp.stack([(result.overflows > 0).astype(jnp.int32), jnp.ones((), jnp.int32)])
+        return counters.at[first : first + counts.size].add(counts).at[passes : passes + 2].add(ran)
+
+    def split_counters(self, total: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns pairs `[L, E]` and passes `[programs, 2]` from the sum of all ranks' counters."""
+        pairs, passes = np.split(total.astype(np.int64), [self.num_counters(0)])
+        return pairs.reshape(self.num_layers, -1), passes.reshape(-1, 2) // num_ranks  # passes are equal on every rank
 
 
 @dataclasses.dataclass(frozen=True)

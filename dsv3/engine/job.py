@@ -20,7 +20,7 @@ import numpy as np
 
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.devices import Devices
-from dsv3.engine.device.layout import ForwardCounters, Layout
+from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import ProgramSpec
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
@@ -155,7 +155,6 @@ class JobKind:
       launch: starts a job in a process without waiting for a device. Returns a tuple, named or not, of the arrays that
         `on_results` gets; their copies to the host have been started.
       applies: whether an engine of these components has this kind.
-      counters: the counters on the devices that it adds to forward programs, None if it adds none.
       replicated: yields the results of a job that are equal in every process of an instance, which compare them.
       follower_handler: makes the follower's half of what is more than running programs; None without one.
     """
@@ -166,6 +165,5 @@ class JobKind:
     programs: Callable[[Layout], Iterable[ProgramSpec]]
     launch: Callable[[Devices, Any], Any]
     applies: Callable[[EngineComponents], bool] = lambda _: True
-    counters: Callable[[EngineComponents], ForwardCounters | None] = lambda _: None
     replicated: Callable[[Any], Iterable[np.ndarray]] = lambda _: ()
     follower_handler: Callable[[EngineComponents, PublishEvent], FollowerHandler] | None = None

@@ -212,10 +212,9 @@ class _Loop:
                 if key.data is None:
                     woken.recv(2**10)
                     self._is_awake = False  # before reading _posted: a later post wakes this thread again
-                elif events & selectors.EVENT_READ:
-                    key.data.read()
-                    _serve(selector, channels, key.data)
                 else:
+                    if events & selectors.EVENT_READ:
+                        key.data.read()
                     _serve(selector, channels, key.data)
             while self._posted:
                 channel = self._posted.popleft()

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from dsv3.config.options import LEADER
 from dsv3.engine.device.programs import Programs
 
 _log = logging.getLogger("dsv3.cluster")
@@ -48,16 +49,13 @@ class StepDigests:
         self._mine: dict[int, tuple[bytes, float]] = {}  # by step: the leader's digest, and when it came
         self._theirs: dict[int, dict[int, bytes]] = {}  # by step and process
 
-    def add_leader(self, number: int, digest: bytes) -> int | None:
-        """Adds the leader's digest; returns a process that differs, None if none does so far."""
+    def add(self, process_id: int, number: int, digest: bytes) -> int | None:
+        """Adds a process's digest; returns a process that differs from the leader, None if none does so far."""
         with self._lock:
-            self._mine[number] = digest, time.monotonic()
-            return self._compare(number)
-
-    def add_follower(self, process_id: int, number: int, digest: bytes) -> int | None:
-        """Adds a follower's digest; returns a process that differs, None if none does so far."""
-        with self._lock:
-            self._theirs.setdefault(number, {})[process_id] = digest
+            if process_id == LEADER:
+                self._mine[number] = digest, time.monotonic()
+            else:
+                self._theirs.setdefault(number, {})[process_id] = digest
             return self._compare(number)
 
     def overdue(self, before_s: float) -> tuple[int, int] | None:

@@ -230,7 +230,7 @@ class Leader:
         """Records this process's results of step `number`. Raises ClusterError once the instance has failed."""
         self.recorder.fetched = number
         self._digest = chained(self._digest, number, results)
-        self._check_digest(self._digests.add_leader(number, self._digest), number)
+        self._add_digest(LEADER, number, self._digest)
         self._check()
 
     def explain(self, error: Exception) -> Exception:
@@ -304,9 +304,7 @@ class Leader:
                 self._records.update(process_id, message)
             case messages.Digest():
                 self._reached[process_id] = max(self._reached[process_id], message.number)
-                self._check_digest(
-                    self._digests.add_follower(process_id, message.number, message.digest), message.number
-                )
+                self._add_digest(process_id, message.number, message.digest)
             case messages.Hello():
                 if self._generation.is_over_for(message.last):
                     self._fail(f"process {process_id} was in {message.last} already: {self._generation} is over")
@@ -351,9 +349,9 @@ class Leader:
             )
         return other is not None
 
-    def _check_digest(self, process_id: int | None, number: int) -> None:
-        if process_id is not None:
-            self._fail(f"process {process_id} has other results than process {LEADER} in step {number}")
+    def _add_digest(self, process_id: int, number: int, digest: bytes) -> None:
+        if (wrong := self._digests.add(process_id, number, digest)) is not None:
+            self._fail(f"process {wrong} has other results than process {LEADER} in step {number}")
 
     def _on_disconnect(self, process_id: int, channel: Channel, end: str) -> None:
         """Ends the instance, unless the process had not sent anything yet: it may have timed out, and come again."""

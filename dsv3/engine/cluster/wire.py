@@ -293,7 +293,14 @@ class ControlListener:
         self._lock = threading.Lock()
         self._handshakes = self._warnings = 0
         self._closed = threading.Event()
-        self._listener = _listen(options)
+        host, port = options.control_address
+        try:
+            self._listener = listen(host, port)
+        except OSError as error:
+            raise ClusterError(
+                f"cannot listen at {host}:{port}: {error.strerror or error}; --coordinator must be an address of "
+                f"process {LEADER}'s host, with that port and the next one free"
+            ) from None
 
     @property
     def address(self) -> str:
@@ -358,14 +365,3 @@ class ControlListener:
             self._warnings += 1
         if self._warnings <= _MAX_WARNINGS:
             _log.warning("%s", text)
-
-
-def _listen(options: ClusterOptions) -> socket.socket:
-    host, port = options.control_address
-    try:
-        return listen(host, port)
-    except OSError as error:
-        raise ClusterError(
-            f"cannot listen at {host}:{port}: {error.strerror or error}; --coordinator must be an address of process "
-            f"{LEADER}'s host, with that port and the next one free"
-        ) from None

@@ -85,33 +85,20 @@ Gathered = Literal["none", "last", "all"]
 """Which results of a program every process can read in an instance of several: none, a copy of the last, or all."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardCounters:
-    """Counters on the devices that every forward pass updates: int32 `[size]` per rank.
-
-    `update(counters, result, program)` returns them after a pass whose number in `EngineConfig.forward_programs` is
-    `program`.
-    """
-
-    size: int
-    update: Callable[[jax.Array, StepOutput, int], jax.Array]
-
-
 class Layout:
     """Shapes of parameters, page pools and decode state of all ranks, and how a program is mapped over them.
 
     Arrays have a leading rank axis, except for parameters, whose shapes and shardings are those of `components`.
-    `forward_counters` are the counters that forward passes update, by name.
     """
 
-    def __init__(self, components: EngineComponents, forward_counters: Mapping[str, ForwardCounters]) -> None:
+    def __init__(self, components: EngineComponents) -> None:
         self.functions, self.model_cfg, self.cfg, self.mesh = (
             components.functions,
             components.model_cfg,
             components.cfg,
             components.mesh,
         )
-        self.forward_counters, self.takes_grammars = forward_counters, components.tokenizer is not None
+        self.takes_grammars = components.tokenizer is not None
         self.rank_sharding, self.spans_processes = rank_sharding(self.mesh), spans_processes(self.mesh)
         self.params = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), components.params
@@ -120,8 +107,9 @@ class Layout:
         one = pool(self.model_cfg, cfg.cache_dtype, cfg.num_pages, cfg.num_window_pages, cfg.max_num_seqs)
         lasting = {group.name for group in groups_of(self.model_cfg, cfg.cache_dtype, "context")}
         self.pages = {name: self._pool_array(leaf, divides=name in lasting) for name, leaf in one.items()}
-        sizes = {name: watch.size for name, watch in forward_counters.items()}
-        self.state = self.sharded(device_state.decode_state_shapes(self.cfg, sizes))
+        experts = self.functions.experts
+        counters = None if experts is None else experts.num_counters(len(cfg.forward_programs))
+        self.state = self.sharded(device_state.decode_state_shapes(self.cfg, counters))
         self.reserve = reserve(self.cfg, self.functions.overlaps, gpus.multiprocessors(self.mesh.devices.flat[0]))
 
     @property
@@ -181,10 +169,11 @@ class Layout:
         return self.array(ranks, rows, width, self.model_cfg.vocab_size // ranks, dtype=jnp.float32)
 
     def update_counters(self, state: DecodeState, result: StepOutput, program: int) -> DecodeState:
-        """Returns the state with its counters after a forward pass; called while its program is traced."""
-        each = state.counters.items()
-        counters = {name: self.forward_counters[name].update(values, result, program) for name, values in each}
-        return dataclasses.replace(state, counters=counters)
+        """Returns the state with the experts' counters after a pass of forward program number `program`."""
+        if (experts := self.functions.experts) is None:
+            return state
+        stack = int(self.cfg.forward_programs[program].of_module)
+        return dataclasses.replace(state, counters=experts.count(state.counters, result, program, stack))
 
     def sampling_slots(self, slots: jax.Array, result: StepOutput) -> jax.Array:
         """Returns the slots `[B]` to sample after a forward pass: all `retry_slot` where it overflowed."""

@@ -7,7 +7,7 @@ rank. Scatters to slot `Ns` are padding and are dropped.
 import dataclasses
 import enum
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -60,15 +60,15 @@ class DecodeState:
     """The running requests by slot.
 
     `lengths` counts a slot's tokens, including the last sampled one, which is not yet in the cache. That is column 0 of
-    `tokens`; the other columns are drafts of the next ones, or `NO_DRAFT`. `counters` are those of the job kinds that
-    count in forward programs, by name.
+    `tokens`; the other columns are drafts of the next ones, or `NO_DRAFT`. `counters` are those of the routed experts
+    (`dsv3.engine.functions.SpreadExperts`), if there are some.
     """
 
     tokens: Any  # [Ns, S] int32
     lengths: Any  # [Ns] int32
     page_table: Any  # [Ns, Mp] int32
     controls: Any  # [Ns, NUM_FIELDS] int32
-    counters: dict[str, Any]  # int32
+    counters: Any = None  # [n] int32
     window_table: Any = None  # [Ns, Mp] int32, for a model with a window
     texts: Any = None  # [Ns, max_model_len] int32, for drafts by prompt lookup
 
@@ -85,19 +85,19 @@ class AdjustState:
     forbidden_ids: Any  # [Ns, 144] int32
 
 
-def decode_state_shapes(cfg: EngineConfig, counters: Mapping[str, int]) -> DecodeState:
-    """Returns shapes and dtypes for all ranks; `counters` has the length of each counter."""
+def decode_state_shapes(cfg: EngineConfig, num_counters: int | None) -> DecodeState:
+    """Returns shapes and dtypes for all ranks."""
     lead = (cfg.num_ranks, cfg.max_num_seqs)
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*lead, *shape), jnp.int32)
 
-    counted = {name: jax.ShapeDtypeStruct((cfg.num_ranks, size), jnp.int32) for name, size in counters.items()}
+    counters = None if num_counters is None else jax.ShapeDtypeStruct((cfg.num_ranks, num_counters), jnp.int32)
     table = ints(cfg.pages_per_seq)
     windows = table if cfg.has_window else None
     looks_up = cfg.speculative is not None and cfg.speculative.method == "ngram"
     texts = ints(cfg.max_model_len) if looks_up else None
-    return DecodeState(ints(cfg.tokens_per_row), ints(), table, ints(NUM_FIELDS), counted, windows, texts)
+    return DecodeState(ints(cfg.tokens_per_row), ints(), table, ints(NUM_FIELDS), counters, windows, texts)
 
 
 def adjust_state_shapes(cfg: EngineConfig, vocab_size: int) -> AdjustState:

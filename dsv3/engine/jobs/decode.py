@@ -237,9 +237,7 @@ def _forward(devices: Devices, command: DecodeCommand) -> Forward:
     devices.pages, devices.state, scores, draft_input, routed_experts, slots = program(
         devices.params, devices.pages, devices.state, devices.put(command.rows)
     )
-    if not command.wants_routed_experts:
-        return Forward(slots, scores, draft_input=draft_input)
-    experts = copy_experts(devices, routed_experts)
+    experts = copy_experts(devices, routed_experts) if command.wants_routed_experts else None
     return Forward(slots, scores, draft_input=draft_input, routed_experts=experts)
 
 

@@ -31,9 +31,8 @@ from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.functions import SpreadExperts
-from dsv3.engine.job import Command, EngineView, ForwardCounters, JobKind, Planned
+from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.step_log import ExpertLoad
-from dsv3.model.steps import StepOutput
 from dsv3.scheduler.request import StepOutputs
 from sharding.experts.eplb import (
     ExpertMap,
@@ -57,7 +56,6 @@ READ_STEPS = 128  # steps between read-outs
 WINDOW_READS = 8
 MOVE_BYTES = 256 * 2**20  # per device and step, twice over the wire: 10 ms at 50 GB/s; at least one layer
 _DIGEST_BYTES = 32
-_COUNTS = 2  # per forward program: passes that overflowed, and all passes
 MIN_GAIN = 0.02  # of a layer's balancedness; a smaller gain is not worth moving its weights
 
 
@@ -253,7 +251,7 @@ class ExpertBalancer:
             self._moves.extend(moves_to(saved, self.expert_map, self._max_copies, differ))
 
     def _on_load(self, load: np.ndarray) -> None:
-        pairs, programs = split_load(load, self._experts, self._num_ranks)
+        pairs, programs = self._experts.split_counters(load, self._num_ranks)
         for each, (overflowed, passes) in zip(self._traffic, programs.tolist(), strict=True):
             self._sent += each * passes
             self._repeats += overflowed
@@ -302,7 +300,7 @@ def _floats(array: np.ndarray) -> bytes:
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields the read-out, and for each stack one program for every move."""
-    load, whole = layout.state.counters[NAME], PartitionSpec()
+    load, whole = layout.state.counters, PartitionSpec()
     yield layout.mapped(READ_LOAD, _read_load, (load,), (0,), (RANK_SPEC,), (RANK_SPEC, whole))
     experts = layout.functions.experts
     assert experts is not None  # `_applies`
@@ -335,8 +333,8 @@ def launch(devices: Devices, command: ExpertsCommand) -> tuple[jax.Array, ...]:
 
 
 def _read(devices: Devices) -> jax.Array:
-    load, total = devices.programs.get(READ_LOAD)(devices.state.counters[NAME])
-    devices.state = dataclasses.replace(devices.state, counters=devices.state.counters | {NAME: load})
+    load, total = devices.programs.get(READ_LOAD)(devices.state.counters)
+    devices.state = dataclasses.replace(devices.state, counters=load)
     return total
 
 
@@ -355,33 +353,6 @@ def _move(devices: Devices, move: LayerMove) -> jax.Array:
 def _read_load(load: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns counters `[1, n]` reset to 0, and the sum of the ranks' counters `[n]`."""
     return jnp.zeros_like(load), jax.lax.psum(load[0], RANKS)
-
-
-def load_size(experts: SpreadExperts, cfg: EngineConfig) -> int:
-    """Returns the number of counters: see `split_load`."""
-    return experts.num_layers * experts.num_experts + len(cfg.forward_programs) * _COUNTS
-
-
-def update_counters(
-    experts: SpreadExperts, cfg: EngineConfig, load: jax.Array, result: StepOutput, program: int
-) -> jax.Array:
-    """Returns the counters after a forward pass."""
-    pairs = experts.num_layers * experts.num_experts
-    counts = result.expert_counts.ravel()
-    first = experts.first_layer(int(cfg.forward_programs[program].of_module)) * experts.num_experts
-    load = load.at[first : first + counts.size].add(counts)
-    ran = jnp.stack([(result.overflows > 0).astype(jnp.int32), jnp.ones((), jnp.int32)])
-    return load.at[pairs + program * _COUNTS : pairs + (program + 1) * _COUNTS].add(ran)
-
-
-def split_load(load: np.ndarray, experts: SpreadExperts, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Splits the sum of all ranks' counters.
-
-    Returns (token, expert) pairs `[L, E]`; and how often each forward program overflowed, and how often it ran.
-    """
-    pairs = experts.num_layers * experts.num_experts
-    programs = load[pairs:].reshape(-1, _COUNTS) // num_ranks  # equal on every rank
-    return load[:pairs].reshape(experts.num_layers, -1).astype(np.int64), programs.astype(np.int64)
 
 
 class _SavedExperts(msgspec.Struct, frozen=True):
@@ -465,17 +436,8 @@ def _rebalanced_map(load: np.ndarray, experts: SpreadExperts, first: ExpertMap) 
     return keep_in_place(new, first, groups, nodes, devices)
 
 
-def _counters(components: EngineComponents) -> ForwardCounters | None:
-    experts, cfg = components.functions.experts, components.cfg
-    return (
-        None
-        if experts is None
-        else ForwardCounters(load_size(experts, cfg), functools.partial(update_counters, experts, cfg))
-    )
-
-
 def _applies(components: EngineComponents) -> bool:
     return components.functions.experts is not None
 
 
-KIND = JobKind(NAME, ExpertsCommand, _make_planner, programs, launch, _applies, _counters)
+KIND = JobKind(NAME, ExpertsCommand, _make_planner, programs, launch, _applies)

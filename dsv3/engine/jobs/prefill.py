@@ -343,10 +343,9 @@ def _forward(devices: Devices, command: PrefillCommand) -> Forward:
         devices.params, devices.pages, devices.state, *batch
     )
     draft_input = hidden if draft_input is None else draft_input
-    forward = Forward(slots, scores if command.samples else None, hidden, draft_input, batch)
-    if not command.wants_routed_experts:
-        return forward
-    return forward._replace(routed_experts=copy_experts(devices, routed_experts))
+    experts = copy_experts(devices, routed_experts) if command.wants_routed_experts else None
+    scores = scores if command.samples else None
+    return Forward(slots, scores, hidden, draft_input, batch, routed_experts=experts)
 
 
 def prefill_body(

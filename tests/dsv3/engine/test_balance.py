@@ -24,7 +24,7 @@ from dsv3.engine.expert_parallel import expert_parallel_functions
 from dsv3.engine.functions import SpreadExperts
 from dsv3.engine.job import Command, Planned
 from dsv3.engine.jobs import experts
-from dsv3.engine.jobs.experts import MOVE, READ_LOAD, ExpertBalancer, ExpertsCommand, load_size
+from dsv3.engine.jobs.experts import MOVE, READ_LOAD, ExpertBalancer, ExpertsCommand
 from dsv3.engine.limits import Hardware, engine_config
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.sequence import GREEDY
@@ -254,7 +254,7 @@ def make_balancer(**changes) -> tuple[ExpertBalancer, EngineConfig]:
 
 def read_out(cfg: EngineConfig, seed: int = 0) -> np.ndarray:
     """Counters of the devices for a load that only `seed` determines."""
-    total = np.zeros(load_size(EXPERTS, cfg), np.int32)
+    total = np.zeros(EXPERTS.num_counters(len(cfg.forward_programs)), np.int32)
     total[: 4 * 16] = (100 * np.random.default_rng(seed).lognormal(sigma=1.5, size=64)).astype(np.int32)
     total[-2:] = 8 * np.array([2, 5])  # five passes of the last program, of which two overflowed
     return total

@@ -8,10 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.config.engine import EngineConfig
+from dsv3.engine.build import account_for
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.state import NO_DRAFT
 from dsv3.engine.engine import Engine
+from dsv3.engine.executor import lay_out
+from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.draft import continuation
+from dsv3.engine.memory import DeviceMemory
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
 from tests.dsv3.engine.driving import request, run, timing_of
@@ -46,6 +50,15 @@ def engine() -> Engine:
     cfg = EngineConfig(**(LIMITS | {"max_num_batched_tokens": 64, "speculative_config": given, "tokens_per_row": 3}))
     with one_bucket():
         return Engine(EngineComponents.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), cfg))
+
+
+def test_texts_are_in_the_account_of_memory(engine: Engine) -> None:
+    cfg = engine.cfg
+    without = EngineConfig(**(LIMITS | {"max_num_batched_tokens": 64, "tokens_per_row": 3}))
+    plain, _ = lay_out(EngineComponents.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), without), JOB_KINDS)
+    layouts = engine.executor.devices.layout, plain
+    found, less = (account_for(layout, DeviceMemory(2**30, 2**30), 0.9, working=0).state for layout in layouts)
+    assert found - less == 4 * cfg.max_num_seqs * cfg.max_model_len
 
 
 def test_a_prompt_that_holds_its_answer_is_followed(engine: Engine) -> None:

@@ -64,7 +64,7 @@ def _states(rows: list[Row]) -> tuple[DecodeState, AdjustState]:
         forbidden_ids=_padded([r.sampling.stop_token_ids for r in rows], W).astype(np.int32),
     )
     zeros = np.zeros((len(rows), 1), np.int32)
-    return DecodeState(zeros, lengths, zeros, controls, {}), adjust
+    return DecodeState(zeros, lengths, zeros, controls), adjust
 
 
 @functools.cache

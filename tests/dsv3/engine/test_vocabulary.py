@@ -96,7 +96,7 @@ def states() -> tuple[DecodeState, AdjustState]:
     controls[..., Field.SEED_LOW] = np.arange(X * B).reshape(X, B)
     tokens = RNG.integers(0, W, (X, B, S)).astype(np.int32)
     tokens[0, 0, 1] = 10
-    state = DecodeState(tokens, np.full((X, B), 7, np.int32), np.zeros((X, B, 1), np.int32), controls, {})
+    state = DecodeState(tokens, np.full((X, B), 7, np.int32), np.zeros((X, B, 1), np.int32), controls)
     adjust = AdjustState(
         counts=RNG.integers(0, 2, (X, B, W)).astype(np.int32),
         in_prompt=RNG.integers(0, 2, (X, B, W)) > 0,

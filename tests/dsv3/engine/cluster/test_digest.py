@@ -34,7 +34,7 @@ def test_step_digests_find_the_process_that_differs(order: list[tuple[int, int]]
     digests, found = StepDigests([1, 2]), []
     for who, number in order:
         digest = b"other" if who == 2 and number == wrong else b"same"
-        found.append(digests.add_leader(number, digest) if who == 0 else digests.add_follower(who, number, digest))
+        found.append(digests.add(who, number, digest))
     assert {f for f in found if f is not None} == ({2} if wrong >= 0 else set())
     if wrong < 0:
         assert digests.overdue(math.inf) is None and not digests._mine and not digests._theirs
@@ -42,11 +42,11 @@ def test_step_digests_find_the_process_that_differs(order: list[tuple[int, int]]
 
 def test_step_digests_find_the_late_process() -> None:
     digests = StepDigests([1, 2])
-    digests.add_follower(1, 5, b"")
-    digests.add_leader(5, b"")
+    digests.add(1, 5, b"")
+    digests.add(0, 5, b"")
     assert digests.overdue(-math.inf) is None
     assert digests.overdue(math.inf) == (2, 5)
-    digests.add_follower(2, 5, b"")
+    digests.add(2, 5, b"")
     assert digests.overdue(math.inf) is None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec, Sharding
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from dsv3.checkpoint import load_params
@@ -238,7 +238,9 @@ def load_spread(
     expert_map = first_expert_map(cfg, mesh, num_redundant_experts)
     where = shardings(specs, mesh)
     first = placement_of(expert_map, num_redundant_experts + 1)  # with capacity for any other of as many replicas
-    placement = jax.tree.map(_on_devices, first, where.placement)
+    placement = jax.tree.map(
+        lambda array, where: jax.make_array_from_callback(array.shape, where, array.__getitem__), first, where.placement
+    )
     params = load_params(
         directory,
         cfg,
@@ -248,8 +250,3 @@ def load_spread(
         **dataclasses.asdict(read),
     )
     return SpreadParams(params, placement)
-
-
-def _on_devices(array: np.ndarray, sharding: Sharding) -> jax.Array:
-    """Returns `array`, which is the same in every process, as one array of all processes."""
-    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)

@@ -232,20 +232,16 @@ def local_program_store(
 
 def device_fields(components: EngineComponents) -> Fields:
     """Returns what the programs depend on of devices and parameters."""
+    replaced = [f"{operation} by {backend.value}" for operation, backend in fallbacks().items()]
     leaves = jax.tree_util.tree_leaves_with_path(components.params)
     shapes = "\n".join(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}" for path, leaf in leaves)
     return {
         "platform": jax.local_devices()[0].client.platform_version,
         "devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}",
-        "kernels": ", ".join([resolve_backend(jax.local_devices()[0]).value, *_replaced()]),
+        "kernels": ", ".join([resolve_backend(jax.local_devices()[0]).value, *replaced]),
         "measured plans": _digest(plans()),
         "parameters": hashlib.sha256(shapes.encode()).hexdigest()[:16],
     }
-
-
-def _replaced() -> list[str]:
-    """Returns the operations that do not use the device's kernels, each with its back end."""
-    return [f"{operation} by {backend.value}" for operation, backend in fallbacks().items()]
 
 
 def machine_fields() -> Fields:

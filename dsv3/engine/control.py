@@ -136,14 +136,17 @@ class Control:
         match submitted.operation:
             case ContinueGeneration():
                 self._change(is_paused=False)
-            case PauseGeneration() as pause:
-                return self._pause(pause, outputs)
+            case PauseGeneration(mode):
+                if not self._settle(mode, outputs):
+                    return False
+                self._change(is_paused=True)
             case UpdateWeights() as update:
                 return self._update(update, submitted.on_progress, outputs)
             case Sleep() as sleep:
                 return self._sleep(sleep, outputs)
-            case Wake():
-                self._wake()
+            case Wake() if self.state.sleep_level:
+                self._engine.executor.wake()
+                self._change(sleep_level=0)
         return True
 
     def _change(self, **changes: Any) -> None:
@@ -162,12 +165,6 @@ class Control:
             outputs.details.extend(engine.end_requests("abort"))
         elif mode == "retract":
             engine.scheduler.retract_all()
-        return True
-
-    def _pause(self, pause: PauseGeneration, outputs: StepOutputs) -> bool:
-        if not self._settle(pause.mode, outputs):
-            return False
-        self._change(is_paused=True)
         return True
 
     def _update(self, update: UpdateWeights, on_progress: Callable[[], None], outputs: StepOutputs) -> bool:
@@ -224,11 +221,6 @@ class Control:
         self._engine.executor.sleep(sleep.level)
         self._change(sleep_level=sleep.level, missing=_DROPPED if sleep.level > 1 else self.state.missing)
         return True
-
-    def _wake(self) -> None:
-        if self.state.sleep_level:
-            self._engine.executor.wake()
-            self._change(sleep_level=0)
 
     def _lose(self, why: str, outputs: StepOutputs) -> None:
         """Ends all requests: part of the weights is of one version, part of another, or gone."""

@@ -3,6 +3,7 @@
 What it exports is imported on first use, so that importing the package stays cheap.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,24 +13,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_PARAMETERS = "dsv3.sampling_params"
+_MODULES = {"SamplingParams": _PARAMETERS, "StructuredOutputsParams": _PARAMETERS, "map": "dsv3.table_map"}
 __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "map"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "SamplingParams":
-        from dsv3.sampling_params import SamplingParams
-
-        return SamplingParams
-    if name == "map":
-        from dsv3.table_map import map
-
-        return map
-    if name == "StructuredOutputsParams":
-        from dsv3.sampling_params import StructuredOutputsParams
-
-        return StructuredOutputsParams
     if name in __all__:
-        from dsv3 import llm
-
-        return getattr(llm, name)
+        return getattr(importlib.import_module(_MODULES.get(name, "dsv3.llm")), name)
     raise AttributeError(f"module 'dsv3' has no attribute {name!r}")

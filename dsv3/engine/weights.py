@@ -61,7 +61,6 @@ class ServedWeights:
     def __init__(self, components: EngineComponents, devices: Devices) -> None:
         self._devices, self._cfg, self._reading = devices, components.model_cfg, components.reading
         self._experts, self._mesh = components.functions.experts, components.mesh
-        self._served = self._leaves(devices.layout.params)  # shapes, types and shardings
         self._planned: _PlannedUpdate | None = None
         self._on_host: dict[str, list[dict[Any, np.ndarray]]] = {}
 
@@ -156,6 +155,11 @@ class ServedWeights:
             arrays = list(map(_put_shards, self._on_host.pop(path), shapes))
             current[path] = jax.block_until_ready(jax.tree.unflatten(structure, arrays))
         self._put(current)
+
+    @property
+    def _served(self) -> dict[str, Any]:
+        """Shapes, types and shardings of the leaves."""
+        return self._leaves(self._devices.layout.params)
 
     def _leaves(self, tree: Any) -> dict[str, Any]:
         found = ((path.removeprefix(_SPREAD), leaf) for path, leaf in _flatten(tree))

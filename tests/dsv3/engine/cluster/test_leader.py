@@ -558,7 +558,7 @@ def test_a_command_too_long_for_a_message_ends_the_instance_with_its_size(lead, 
 
 def test_bitmasks_of_many_requests_reach_the_follower(lead) -> None:
     """Legal load: it was once too long for a message, which ended the instance, and again after each restart."""
-    led, _, received = both(lead)
+    led, _, received = both(lead, cluster_silence_timeout=60.0)
     places = np.array([[1, i] for i in range(1100)], np.int32)
     masks = np.full((len(places), 4, 4040), 7, np.uint32)
     led.leader.send(StepCommand(1, (("decode", SampleCommand(2, masks=RowMasks(places, masks))),)))

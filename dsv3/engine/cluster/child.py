@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from dsv3.engine.cluster.link import Link, Report
+from dsv3.engine.cluster.link import FollowerReport, Link
 from dsv3.logs import configure_logging
 from dsv3.processes.child import link_to_parent
 
@@ -36,7 +36,7 @@ def main() -> NoReturn:
 
 def _beat(link: Link) -> None:
     while True:
-        link.send(Report())
+        link.send(FollowerReport())
         time.sleep(ALIVE_S)
 
 

@@ -27,7 +27,7 @@ from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import chained, collective_orders, order_digests
 from dsv3.engine.cluster.flight_recorder import FlightRecorder
-from dsv3.engine.cluster.link import Incarnation, Report
+from dsv3.engine.cluster.link import FollowerReport, Incarnation
 from dsv3.engine.cluster.start import (
     LoadComponents,
     Phases,
@@ -64,7 +64,7 @@ def run(
     options: EngineOptions,
     load: LoadComponents = load_components,
     last: Incarnation | None = None,
-    report: Callable[[Report], None] = lambda _: None,
+    report: Callable[[FollowerReport], None] = lambda _: None,
 ) -> NoReturn:
     """Follows the leader until it ends, then ends the process: with status 0 if that was orderly, else 1.
 
@@ -77,7 +77,7 @@ def run(
     try:
         wire = _connect_to_leader(cluster, credentials)
     except WireError as error:
-        report(Report("alone"))
+        report(FollowerReport("alone"))
         _end(1, str(error))
     follower = _Follower(cluster, wire, last, report)
     signals.attach(follower)
@@ -93,7 +93,7 @@ class _Follower:
         cluster: ClusterOptions,
         wire: Wire,
         last: Incarnation | None = None,
-        report: Callable[[Report], None] = lambda _: None,
+        report: Callable[[FollowerReport], None] = lambda _: None,
     ) -> None:
         self._cluster, self._last, self._report_state = cluster, last, report
         self._inbox: queue.SimpleQueue[messages.ToFollower] = queue.SimpleQueue()
@@ -113,7 +113,7 @@ class _Follower:
         generation = begin.generation
         if generation.is_over_for(self._last):
             raise WireError(f"the leader is of {generation}, which is over: this process was in {self._last}")
-        self._report_state(Report("joined", generation))
+        self._report_state(FollowerReport("joined", generation))
         _log.info("process %d begins in %s of %s", self._cluster.process_id, generation, generation.server)
         phases.end("connected")
         if options.check_kernels:
@@ -213,10 +213,10 @@ class _Follower:
                 _end(1, f"the leader ends the instance: {failure}")
             case messages.Ready():
                 self._silence_s = self._cluster.cluster_silence_timeout
-                self._report_state(Report("serving"))
+                self._report_state(FollowerReport("serving"))
             case messages.Wait():
                 _log.info("the others have started without process %d: it waits", self._cluster.process_id)
-                self._report_state(Report("waiting"))
+                self._report_state(FollowerReport("waiting"))
             case (
                 messages.Begin()
                 | messages.Checked()

@@ -58,7 +58,7 @@ class FollowOrder(msgspec.Struct, frozen=True):
     last: Incarnation | None = None
 
 
-class Report(msgspec.Struct, frozen=True):
+class FollowerReport(msgspec.Struct, frozen=True):
     """What a follower's process reports to its supervisor.
 
     alive: it runs, whatever its main thread does. joined: the leader has admitted it to `generation`. serving: all
@@ -71,7 +71,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 _order = msgspec.msgpack.Decoder(FollowOrder)
-_report = msgspec.msgpack.Decoder(Report)
+_report = msgspec.msgpack.Decoder(FollowerReport)
 _READ_BYTES = 2**16
 
 
@@ -83,7 +83,7 @@ class Link:
         self._lock = threading.Lock()
         self._splitter = frames.Splitter()
 
-    def send(self, message: FollowOrder | Report) -> None:
+    def send(self, message: FollowOrder | FollowerReport) -> None:
         """Sends a message; drops it if the other process has ended."""
         with self._lock, contextlib.suppress(OSError):
             self.connection.sendall(frames.encode(message))
@@ -95,7 +95,7 @@ class Link:
                 return _order.decode(body)
         return None
 
-    def reports(self) -> list[Report] | None:
+    def reports(self) -> list[FollowerReport] | None:
         """Waits for reports and returns them; None when the follower has ended."""
         received = self._receive()
         if not received:

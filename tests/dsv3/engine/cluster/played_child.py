@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from dsv3.engine.cluster.link import Incarnation, Link, Report
+from dsv3.engine.cluster.link import FollowerReport, Incarnation, Link
 from dsv3.processes.child import link_to_parent
 
 
@@ -28,13 +28,13 @@ def main() -> None:
     for word in words.split():
         match word:
             case "begin":
-                link.send(Report("joined", Incarnation(number, "a")))
+                link.send(FollowerReport("joined", Incarnation(number, "a")))
             case "serve":
-                link.send(Report("serving"))
+                link.send(FollowerReport("serving"))
             case "waits":
-                link.send(Report("waiting"))
+                link.send(FollowerReport("waiting"))
             case "alone":
-                link.send(Report("alone"))
+                link.send(FollowerReport("alone"))
             case "hang":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "deaf":  # to signals
@@ -49,7 +49,7 @@ def main() -> None:
 
 def beat(link: Link) -> None:
     while True:
-        link.send(Report())
+        link.send(FollowerReport())
         time.sleep(0.1)
 
 

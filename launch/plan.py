@@ -152,8 +152,7 @@ def _plan(model: "ModelConfig", deployment: "Deployment", prefill: "Deployment |
     from pallas_kernels.aot import AotUnavailableError
     from tools.plan import report
     from tools.plan.deployment import DeploymentError
-    from tools.plan.plan import make_plan
-    from tools.plan.simulated import partial_page_cost
+    from tools.plan.plan import make_plan, partial_page_cost
 
     console = Console()
     try:

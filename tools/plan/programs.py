@@ -75,7 +75,7 @@ class CompiledProgram:
 
     phase: Phase
     run: Run
-    seconds: float
+    compile_seconds: float
     arguments: int
     results: int
     temporaries: int
@@ -202,7 +202,7 @@ def compile_run(planned: PlannedModel, phase: Phase, run: Run) -> CompiledProgra
     return CompiledProgram(
         phase=phase,
         run=run,
-        seconds=time.perf_counter() - start,
+        compile_seconds=time.perf_counter() - start,
         arguments=memory.argument_size_in_bytes,
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,

@@ -1,7 +1,8 @@
 """Computes a deployment's table of step times from the plan.
 
-It compiles the largest program of each kind and simulates its schedule with smaller batches (`tools.plan.simulated`).
-For DeepSeek-V4, whose plan compiles nothing, times follow from shapes (`tools.plan.uncompiled`).
+It compiles the largest program of each kind and simulates its schedule with smaller batches
+(`tools.plan.plan.program_seconds`). For DeepSeek-V4, whose plan compiles nothing, times follow from shapes
+(`tools.plan.uncompiled`).
 """
 
 import functools
@@ -15,9 +16,9 @@ from dsv3.kv_cache.layout import page_bytes, window_pages
 from dsv3.scheduler.cost import keys_per_token
 from tools.plan.deployment import Deployment, DeploymentError
 from tools.plan.memory import judge, memory_of
+from tools.plan.plan import program_seconds, with_partial_pages
 from tools.plan.programs import Phase, compile_step, lay_out
 from tools.plan.roofline import HOST_S
-from tools.plan.simulated import SimulatedProgram, with_partial_pages
 from tools.plan.uncompiled import WORKING, bucket_seconds
 from tools.simulate.times import KEYS, InstanceTimes
 
@@ -50,7 +51,7 @@ def compute_times(model: ModelConfig, deployment: Deployment, progress: Callable
             continue
         progress(f"compiling {phase} for {deployment.devices} x {deployment.device.name}")
         [compiled] = compile_step(planned, phase)
-        seconds[phase] = SimulatedProgram(planned, compiled).seconds
+        seconds[phase] = program_seconds(planned, compiled)
     if compiles and memory.fits:
         memory = memory_of(planned, measure(planned.engine, planned.programs))
     if not memory.fits:

@@ -23,7 +23,7 @@ from configs.deepseek_v4_pro import DEEPSEEK_V4_PRO
 from configs.deployments import H100, V4_DEPLOYMENTS, V4_FLASH_4XH200, V4_FLASH_4XH200_TP4, device
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import page_bytes
-from tools.plan.compressed import cache_reads
+from tools.plan.attention import cache_reads
 from tools.plan.deployment import Deployment, PlannedBatch, kernel_rates
 from tools.plan.roofline import HOOK_S, TRANSFER_S, decode_stages, wire_rows
 from tools.plan.uncompiled import MixedRate, StepEstimate, UncompiledPlan, uncompiled_plan

@@ -17,18 +17,16 @@ from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.forms import needs_topk
 from tools.plan.attention import (
     SparseCore,
-    dense_core,
-    index_share,
-    index_weights,
-    sparse_core,
-    sparse_roofline,
-)
-from tools.plan.compressed import (
     cache_reads,
     compressed_core,
     core_operations,
+    dense_core,
+    index_share,
+    index_weights,
     product_elements,
     product_launches,
+    sparse_core,
+    sparse_roofline,
 )
 from tools.plan.deployment import Device, PlannedBatch, Rates
 

@@ -7,7 +7,7 @@ import pytest
 from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
 from configs.deployments import H200
 from dsv3.config.model import itemsizes
-from tools.plan.compressed import cache_reads, core_operations, product_elements, rows_seen
+from tools.plan.attention import cache_reads, core_operations, product_elements, rows_seen
 from tools.plan.deployment import PlannedBatch, kernel_rates
 from tools.plan.roofline import decode_roofline, decode_stages, prefill_stages, sparse_parts
 

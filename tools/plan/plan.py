@@ -5,6 +5,7 @@ the prompt to prompt and answer, so its mean is the prompt and half of the answe
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from dsv3.config.model import ModelConfig
@@ -369,16 +370,18 @@ def _roofline(planned: PlannedModel, compiled: CompiledProgram) -> roofline.Deco
 
 def decode_floor(planned: PlannedModel, width: int) -> roofline.DecodeRoofline:
     """Returns the roofline of a decode step of `width` tokens per request; every device is a rank."""
-    deployment = planned.deployment
+    deployment, device = planned.deployment, planned.deployment.device
+    link = device.cross_link if deployment.nodes > 1 else device.node_link
     return roofline.decode_roofline(
         planned.model,
-        deployment.device,
+        device,
         deployment.decode_requests,
         deployment.context_length,
         experts_per_device(planned),
         deployment.kv_cache_dtype,
         width,
         planned.functions.vocabulary.devices,
+        link if deployment.expert_parallel and deployment.devices > 1 else math.inf,
     )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+from typing import Any
 
 import jax
 import pytest
@@ -25,6 +26,7 @@ from dsv3.engine.memory import local_bytes
 from pallas_kernels import bodies
 from tools.plan.deployment import Deployment, DeploymentError
 from tools.plan.memory import memory_of
+from tools.plan.plan import decode_floor
 from tools.plan.programs import compile_step, lay_out
 from tools.plan.uncompiled import UncompiledPlan, mixed_rate, uncompiled_plan
 from tools.plan.uncompiled_report import as_json, cache_pages, render
@@ -134,6 +136,16 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
         assert step.parts["attention"] == 43 * step.stages["attention"]
         assert step.parts[step.bound] == max(step.parts.values())
         assert step.floor is None or step.floor.step < step.seconds
+
+
+@pytest.mark.aot
+def test_the_floor_sends_rows_over_the_links_that_there_are() -> None:
+    """NVLink in one node, the network between several, nothing where each GPU has all experts."""
+    rows = 43 * 64 * 6 * (4096 + 128 + 2 * 4096)
+    for changes, rate in (({}, 360e9), ({"nodes": 2}, 50e9), ({"expert_parallel": False, "gpus_per_node": 1}, None)):
+        decode_only: dict[str, Any] = {"prefill_tokens": 0, "decode_requests": 64} | changes
+        planned = lay_out(WITHOUT_MODULE, dataclasses.replace(V4_FLASH_4XH200, **decode_only))
+        assert decode_floor(planned, 1).wire == pytest.approx(rows / rate if rate else 0)
 
 
 @pytest.mark.aot

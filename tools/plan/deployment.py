@@ -9,13 +9,15 @@ import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from dsv3.config import device_rates
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import Combine
 from dsv3.config.speculative import SpeculativeConfig, acceptance_by_place
 
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
 CACHE_DTYPES = ("bfloat16", "fp8")
 """Cache dtypes that the kernels read with bfloat16 queries."""
 FP4_MODES = ("keep", "fp8")

@@ -14,11 +14,11 @@ from dsv3.scheduler.balance import MOST_STEPS
 from pallas_kernels.multiprocessors import Multiprocessors
 from tools.plan import hlo, nccl_ep, roofline
 from tools.plan.attention import SparseCore
-from tools.plan.deployment import Deployment, PlannedBatch, Rates, kernel_rates
+from tools.plan.deployment import PHASES, Deployment, Phase, PlannedBatch, Rates, kernel_rates
 from tools.plan.hlo import Collective, collectives
 from tools.plan.launch_order import LaunchOrder, launch_order
 from tools.plan.memory import Memory, Verdict, judge, memory_of
-from tools.plan.programs import CompiledProgram, Phase, PlannedModel, Run, compile_step, lay_out
+from tools.plan.programs import CompiledProgram, PlannedModel, Run, compile_step, lay_out
 from tools.plan.timeline import ScheduleSimulator, Timeline
 
 _UNBOUNDED = ("router", "head")  # in prefill: the overhead of its products includes routing, and few rows have a head
@@ -201,8 +201,8 @@ def make_plan(
 
 def phases(deployment: Deployment) -> Sequence[Phase]:
     """Returns the kinds of steps that the deployment runs."""
-    sizes: dict[Phase, int] = {"prefill": deployment.prefill_tokens, "decode": deployment.decode_requests}
-    return [phase for phase, size in sizes.items() if size]
+    sizes = deployment.prefill_tokens, deployment.decode_requests
+    return [phase for phase, size in zip(PHASES, sizes, strict=True) if size]
 
 
 def step_plan(planned: PlannedModel, compiled: Sequence[CompiledProgram]) -> StepPlan:

@@ -40,10 +40,9 @@ from sharding.experts.placement import Placement
 from sharding.mesh import rank_mesh
 from sharding.wire.collectives import limits_of
 from tools.plan import nccl_ep
-from tools.plan.deployment import Deployment, DeploymentError
+from tools.plan.deployment import Deployment, DeploymentError, Phase
 
 _PREFILL_REQUESTS = 64  # that a prefill instance runs at once
-Phase = Literal["prefill", "decode"]
 Part = Literal["model", "module", "chain", "block"]
 """What a program of a step runs: the model, its MTP module, the module again for a further draft, or DSpark's stages on
 a block per request."""

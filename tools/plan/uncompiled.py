@@ -15,7 +15,7 @@ from dsv3.kv_cache.layout import page_bytes
 from sharding.experts.traffic import Traffic
 from tools.plan import nccl_ep, roofline
 from tools.plan.attention import SparseCore
-from tools.plan.deployment import Deployment, Rates, kernel_rates
+from tools.plan.deployment import Deployment, Phase, Rates, kernel_rates
 from tools.plan.memory import Memory, Verdict, judge, memory_of
 from tools.plan.plan import (
     Handover,
@@ -28,7 +28,7 @@ from tools.plan.plan import (
     stage_seconds,
     with_keys,
 )
-from tools.plan.programs import Phase, PlannedModel, Run, lay_out, runs
+from tools.plan.programs import PlannedModel, Run, lay_out, runs
 from tools.plan.roofline import HOOK_S, HOST_S, TRANSFER_S, wire_rows
 
 WORKING = 4_750_747_968

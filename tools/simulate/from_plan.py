@@ -14,10 +14,10 @@ from dsv3.config.options import Role
 from dsv3.engine.device.programs import measure
 from dsv3.kv_cache.layout import page_bytes, window_pages
 from dsv3.scheduler.cost import keys_per_token
-from tools.plan.deployment import Deployment, DeploymentError
+from tools.plan.deployment import Deployment, DeploymentError, Phase
 from tools.plan.memory import judge, memory_of
-from tools.plan.plan import program_seconds, with_partial_pages
-from tools.plan.programs import Phase, compile_step, lay_out
+from tools.plan.plan import phases, program_seconds, with_partial_pages
+from tools.plan.programs import compile_step, lay_out
 from tools.plan.roofline import HOST_S
 from tools.plan.uncompiled import WORKING, bucket_seconds
 from tools.simulate.times import KEYS, InstanceTimes
@@ -44,8 +44,7 @@ def compute_times(model: ModelConfig, deployment: Deployment, progress: Callable
     planned, compiles = lay_out(model, whole), model.compressed is None
     memory = memory_of(planned, None if compiles else WORKING)
     seconds: dict[Phase, Callable[[int, int], float]] = {}  # by bucket and keys
-    phases: list[Phase] = ["prefill", *(["decode"] if deployment.decode_requests else [])]  # type: ignore[list-item]
-    for phase in phases if memory.fits else []:
+    for phase in phases(whole) if memory.fits else []:
         if not compiles:
             seconds[phase] = functools.partial(bucket_seconds, planned, phase)
             continue

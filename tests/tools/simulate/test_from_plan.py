@@ -14,9 +14,9 @@ from configs.deployments import DECODE_EP144, PREFILL_EP32, V4_FLASH_4XH200
 from dsv3.engine.device.programs import Key
 from dsv3.model.vocabulary import WHOLE
 from tests.tools.plan.test_timeline import BYTES, EXPERTS, RATES, TRIPS, program_text
-from tools.plan.deployment import Deployment, DeploymentError
+from tools.plan.deployment import Deployment, DeploymentError, Phase
 from tools.plan.plan import StepPlan, program_seconds, step_plan
-from tools.plan.programs import CompiledProgram, Phase, PlannedModel, Run, engine_config
+from tools.plan.programs import CompiledProgram, PlannedModel, Run, engine_config
 from tools.plan.roofline import TRANSFER_S
 from tools.plan.uncompiled import uncompiled_plan
 from tools.plan.uncompiled_report import cache_pages

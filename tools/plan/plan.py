@@ -213,7 +213,7 @@ def step_plan(planned: PlannedModel, compiled: Sequence[CompiledProgram]) -> Ste
         **vars(model),
         drafts=tuple(drafts),
         accepted=deployment.accepted if model.phase == "decode" else (),
-        floor=_roofline(planned, compiled[0]),
+        floor=step_roofline(planned, model.phase, model.run.width),
         devices_per_rank=deployment.tensor_parallel,
     )
 
@@ -362,15 +362,11 @@ def experts_per_device(planned: PlannedModel) -> int:
     return (experts + deployment.redundant_experts) // spread
 
 
-def _roofline(planned: PlannedModel, compiled: CompiledProgram) -> roofline.DecodeRoofline | None:
-    if compiled.phase == "prefill" or planned.deployment.tensor_parallel > 1:
-        return None
-    return decode_floor(planned, compiled.run.width)
-
-
-def decode_floor(planned: PlannedModel, width: int) -> roofline.DecodeRoofline:
-    """Returns the roofline of a decode step of `width` tokens per request; every device is a rank."""
+def step_roofline(planned: PlannedModel, phase: Phase, width: int) -> roofline.DecodeRoofline | None:
+    """Returns the roofline of a decode step of `width` tokens per request; None unless every device is a rank."""
     deployment, device = planned.deployment, planned.deployment.device
+    if phase == "prefill" or deployment.tensor_parallel > 1:
+        return None
     link = device.cross_link if deployment.nodes > 1 else device.node_link
     return roofline.decode_roofline(
         planned.model,

@@ -20,12 +20,12 @@ from tools.plan.memory import Memory, Verdict, judge, memory_of
 from tools.plan.plan import (
     Handover,
     bounded_stages,
-    decode_floor,
     handover,
     lengths,
     phases,
     planned_batch,
     stage_seconds,
+    step_roofline,
     with_keys,
 )
 from tools.plan.programs import PlannedModel, Run, lay_out, runs
@@ -182,12 +182,10 @@ def bucket_seconds(planned: PlannedModel, phase: Phase, size: int, keys: int) ->
 def _estimate(planned: PlannedModel, phase: Phase, run: Run, traffic: Traffic, drafts: float) -> StepEstimate:
     """Returns the estimate of a step whose program of the model is `run`, and whose drafts take `drafts` seconds."""
     deployment, rates = planned.deployment, kernel_rates(planned.deployment.device, planned.model)
-    batch, L, floor = planned_batch(planned, phase, run, 1), planned.model.num_hidden_layers, None
+    batch, L = planned_batch(planned, phase, run, 1), planned.model.num_hidden_layers
     micro_batches = 2 if _is_overlapped(planned, run) else 1
     found = bounded_stages(planned, phase, run, rates, micro_batches)
     stages = {name: each * (1 if name in _OF_STEP else micro_batches) for name, each in found.items()}
-    if phase == "decode" and deployment.tensor_parallel == 1:
-        floor = decode_floor(planned, run.width)
     exchanges = _exchange_seconds(planned, rates, run.tokens, traffic, L, micro_batches)
     if micro_batches > 1:
         exchanges = L * _not_hidden(planned.model, phase, exchanges / L, stages)
@@ -205,7 +203,7 @@ def _estimate(planned: PlannedModel, phase: Phase, run: Run, traffic: Traffic, d
         transfers=exchanges + of_rank + of_parts,
         drafts=drafts,
         accepted=deployment.accepted if phase == "decode" else (),
-        floor=floor,
+        floor=step_roofline(planned, phase, run.width),
         devices_per_rank=deployment.tensor_parallel,
     )
 

@@ -85,11 +85,6 @@ class InstanceTimes(msgspec.Struct, frozen=True, kw_only=True):
             role=self.role,
         )
 
-    @property
-    def token_bytes(self) -> float:
-        """Bytes of a token in the cache of all layers."""
-        return self.page_bytes / self.page_size
-
     def transfer_seconds(self, tokens: int) -> float:
         """Returns the seconds that the pages of a prompt, and a window page, take over one rank's link."""
         return (pages_for(tokens, self.page_size) * self.page_bytes + self.window_bytes) / self.link

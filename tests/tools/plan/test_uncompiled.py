@@ -26,7 +26,7 @@ from dsv3.engine.memory import local_bytes
 from pallas_kernels import bodies
 from tools.plan.deployment import Deployment, DeploymentError
 from tools.plan.memory import memory_of
-from tools.plan.plan import decode_floor
+from tools.plan.plan import step_roofline
 from tools.plan.programs import compile_step, lay_out
 from tools.plan.uncompiled import UncompiledPlan, mixed_rate, uncompiled_plan
 from tools.plan.uncompiled_report import as_json, cache_pages, render
@@ -145,7 +145,8 @@ def test_the_floor_sends_rows_over_the_links_that_there_are() -> None:
     for changes, rate in (({}, 360e9), ({"nodes": 2}, 50e9), ({"expert_parallel": False, "gpus_per_node": 1}, None)):
         decode_only: dict[str, Any] = {"prefill_tokens": 0, "decode_requests": 64} | changes
         planned = lay_out(WITHOUT_MODULE, dataclasses.replace(V4_FLASH_4XH200, **decode_only))
-        assert decode_floor(planned, 1).wire == pytest.approx(rows / rate if rate else 0)
+        floor = step_roofline(planned, "decode", 1)
+        assert floor is not None and floor.wire == pytest.approx(rows / rate if rate else 0)
 
 
 @pytest.mark.aot

@@ -7,6 +7,7 @@ the prompt to prompt and answer, so its mean is the prompt and half of the answe
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from dsv3.config.model import ModelConfig
 from dsv3.engine.device.programs import measure
@@ -271,7 +272,7 @@ def program_seconds(planned: PlannedModel, compiled: CompiledProgram) -> Callabl
     return seconds
 
 
-def with_keys(planned: PlannedModel, phase: Phase, keys: int, **changes: int) -> PlannedModel:
+def with_keys(planned: PlannedModel, phase: Phase, keys: int, **changes: Any) -> PlannedModel:
     """Returns a plan of steps whose tokens see `keys` keys on average, none of them from a prefix cache."""
     context = max(1, 2 * keys if phase == "prefill" else keys)  # prefill's tokens attend to half of a prompt
     deployment = dataclasses.replace(planned.deployment, context_length=context, prefix_hit_rate=0.0, **changes)

@@ -4,9 +4,9 @@ Dense attention materializes keys and values of new tokens, and reads cached one
 reads copies of the top-k rows; in prefill of short requests it is masked attention to all (`SparseCore.masked`). Its
 kernels run one after the other, for a group of query rows at a time (`dsv3.model.layers.sparse`).
 
-Compressed attention is to a window and to entries. Every query copies the rows that it attends to, in groups of queries
-(`dsv3.model.layers.compressed_paged`). Its figures are means over the decoder's layers: those that see a window alone,
-that choose entries, and that see all.
+Compressed attention is to a window and to entries, whose rows its kernel reads where they are, for a group of queries
+at a time (`dsv3.model.layers.compressed_paged`). Its figures are means over the decoder's layers: those that see a
+window alone, that choose entries, and that see all.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ from dsv3.config.model import (
 )
 from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.forms import needs_topk
+from pallas_kernels.compressed.triton_ops import bytes_of_query
 from pallas_kernels.dsa import BYTES_AT_ONCE, topk_width
 from tools.plan.deployment import PlannedBatch, Rates
 
@@ -33,8 +34,9 @@ _SCORE_BYTES = 4
 _LAUNCHES = 5  # per group: scores, top-k, copies, attention, and the reduction of its splits
 _MASKED_LAUNCHES = 2, 8  # per group: scores, top-k; once: pages, products for keys and values, bits, attention
 _BIT_BYTES = 4 + 2 * 32  # one position read, and the memory sector of its bit read and written
-_SPLIT_LAUNCHES = 3  # of compressed attention, per group: copies, attention, and the reduction of its splits
-_CHOICE_LAUNCHES = 2  # per group of a layer that chooses: scores, top-k
+# Of compressed attention, per group of queries: of layers that see a window alone; that choose entries (scores, top-k,
+# attention); and that see all (attention to shares of a list, and their sum).
+_WINDOW_LAUNCHES, _SPARSE_LAUNCHES, _HEAVY_LAUNCHES = 1, 3, 2
 _POOLING_LAUNCHES = 2  # of a compressor, beside its product: it completes entries, and writes rings
 _FLOAT32 = 4
 
@@ -230,12 +232,13 @@ def compressed_core(model: ModelConfig, rates: Rates, batch: PlannedBatch, kerne
     score_flops = rates.fp8_core_flops if batch.cache_dtype == "fp8" else rates.decode_core_flops
     scores = max(keys * index_operations(model) / score_flops, keys * (key + _SCORE_BYTES) / rates.hbm)
     core = max(seen * absorbed_operations(model) / batch.split / rates.decode_core_flops, rows * row / rates.hbm)
-    groups = _groups(model, batch)
-    launches = groups * (_SPLIT_LAUNCHES + sparse * _CHOICE_LAUNCHES) + (2 * sparse + heavy) * _POOLING_LAUNCHES
+    choosing, seeing_all = _groups(model, batch)
+    launches = sparse * choosing * _SPARSE_LAUNCHES + heavy * seeing_all * _HEAVY_LAUNCHES
+    launches += (1 - sparse - heavy) * _WINDOW_LAUNCHES + (2 * sparse + heavy) * _POOLING_LAUNCHES
     return SparseCore(
         scores=b * scores / L,
         choice=math.ceil(b / rates.multiprocessors) * (keys + again) / L / rates.selection,
-        copies=2 * b * rows / L * row / rates.hbm,
+        copies=0.0,
         attention=b * core / L,
         launches=launches * kernel_s,
         pooling=b * pooling_bytes(model) / L / rates.hbm,
@@ -266,14 +269,18 @@ def product_launches(model: ModelConfig) -> float:
     return (4 * compressed.num_sparse + compressed.num_heavy) / model.num_hidden_layers
 
 
-def _groups(model: ModelConfig, batch: PlannedBatch) -> int:
-    """Returns the groups of queries of a layer that chooses entries: copies and logits stay within `BYTES_AT_ONCE`."""
-    compressed = _compressed(model)
-    copies = compressed.window + compressed.indexer.topk
-    scores = _SCORE_BYTES * batch.max_keys / compressed.sparse_ratio / batch.context_split
-    logits = _SCORE_BYTES * model.num_attention_heads * batch.context_split // batch.split
-    each = max(scores, copies * max(logits, 2 * model.latent_dim))
-    return math.ceil(batch.tokens * each / BYTES_AT_ONCE)
+def _groups(model: ModelConfig, batch: PlannedBatch) -> tuple[int, int]:
+    """Returns the groups of queries of a layer that chooses entries, and of one that sees all.
+
+    What is made for a group stays within `BYTES_AT_ONCE`: scores, numbers of rows, and shares of a list. Page tables
+    hold the model's whole context.
+    """
+    compressed, n = _compressed(model), batch.context_split
+    tokens, heavy = model.max_position_embeddings // n, min(compressed.heavy_ratios, default=0)
+    listed = compressed.window + (tokens // heavy if heavy else 0)
+    shares = bytes_of_query(model.num_attention_heads * n // batch.split, model.latent_dim, listed)
+    scores = _SCORE_BYTES * tokens // compressed.sparse_ratio
+    return math.ceil(batch.tokens * scores / BYTES_AT_ONCE), math.ceil(batch.tokens * shares / BYTES_AT_ONCE)
 
 
 def _compressed(model: ModelConfig) -> CompressedAttention:

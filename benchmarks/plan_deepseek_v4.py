@@ -20,11 +20,10 @@ from benchmarks.record import Cell, Report, run
 from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
 from configs.deepseek_v4_flash_0731 import DEEPSEEK_V4_FLASH_0731
 from configs.deepseek_v4_pro import DEEPSEEK_V4_PRO
-from configs.deployments import H100, V4_DEPLOYMENTS, V4_FLASH_4XH200, V4_FLASH_4XH200_TP4
-from dsv3.config.device_rates import PEAKS
+from configs.deployments import H100, V4_DEPLOYMENTS, V4_FLASH_4XH200, V4_FLASH_4XH200_TP4, device
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import page_bytes
-from tools.plan.compressed import cache_reads
+from tools.plan.attention import cache_reads
 from tools.plan.deployment import Deployment, PlannedBatch, kernel_rates
 from tools.plan.roofline import HOOK_S, TRANSFER_S, decode_stages, wire_rows
 from tools.plan.uncompiled import MixedRate, StepEstimate, UncompiledPlan, uncompiled_plan
@@ -37,9 +36,7 @@ SGLANG = {1: (1.72, 606), 16: (8.39, 2538), 64: (38.05, 2994), 256: (104.53, 487
 has no drafts."""
 DEEPGEMM = {1: (250.1, 188.0), 2: (299.9, 239.0), 4: (416.0, 361.1), 8: (494.8, 432.2)}
 """Microseconds by tokens per GPU: of low-latency transfers and grouped products, and of one kernel."""
-H20 = dataclasses.replace(
-    H100, name="H20", hbm_bytes_per_second=PEAKS["H20"].hbm, fp8_flops=PEAKS["H20"].fp8, bf16_flops=PEAKS["H20"].bf16
-)
+H20 = device("H20", H100.memory_bytes, multiprocessors=78)
 Drafter = Literal["DSpark", "MTP"]
 DRAFTS: dict[Drafter, tuple[ModelConfig, dict[str, Any], float]] = {
     "DSpark": (DEEPSEEK_V4_FLASH_0731, {"method": "dspark", "num_speculative_tokens": 5}, 0.9614),

@@ -15,9 +15,8 @@ from configs.deployments import DECODE_EP144, H800, PREFILL_EP32
 from dsv3.config.model import ModelConfig
 from tools.plan import published_day, roofline, training
 from tools.plan.deployment import PlannedBatch, Rates, kernel_rates
-from tools.plan.plan import Plan, make_plan
+from tools.plan.plan import Plan, make_plan, partial_page_cost
 from tools.plan.roofline import HOOK_S, HOST_S, TRANSFER_S
-from tools.plan.simulated import partial_page_cost
 
 ACCEPTANCES = (0.6, 0.65, 0.7, 0.85)
 """Chances that a draft of the MTP module is accepted; DeepSeek published 0.85 to 0.9 of its own."""

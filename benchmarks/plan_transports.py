@@ -37,7 +37,7 @@ from sharding.mesh import Machine
 from tools.plan import hlo, nccl_ep
 from tools.plan.deployment import NCCL_EP, Deployment, kernel_rates
 from tools.plan.plan import StepPlan, phases, step_plan
-from tools.plan.programs import CompiledProgram, Phase, PlannedModel, compile_step, lay_out
+from tools.plan.programs import PlannedModel, compile_step, lay_out
 from tools.plan.report import draw_layers
 from tools.plan.roofline import HOST_S
 from tools.plan.timeline import ScheduleSimulator, Timeline
@@ -173,10 +173,10 @@ def with_library(unit: Deployment) -> Deployment:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledUnit:
-    """A deployment with the compiled programs and the plan of each of its steps."""
+    """A deployment with the plan of each of its steps."""
 
     planned: PlannedModel
-    steps: tuple[tuple[CompiledProgram, StepPlan], ...]
+    steps: tuple[StepPlan, ...]
 
     @property
     def by_library(self) -> bool:
@@ -185,7 +185,7 @@ class CompiledUnit:
     def rows(self) -> Iterator[list[Cell]]:
         """Yields a row of the table of plans for each step."""
         unit = self.planned.deployment
-        for _, step in self.steps:
+        for step in self.steps:
             goal = GOALS.get((unit.name, step.phase))
             per_node = unit.gpus_per_node * step.tokens_per_device
             waits = [1e3 * step.timeline.exposed.get(role, 0.0) for role in ROLES]
@@ -195,8 +195,8 @@ class CompiledUnit:
     def errors(self) -> Iterator[list[Cell]]:
         """Yields the rates of each step if transfers take a multiple of their time, hidden by the schedule or not."""
         unit = self.planned.deployment
-        for compiled, step in self.steps:
-            module = hlo.parse(compiled.text)
+        for step in self.steps:
+            module = hlo.parse(step.text)
             rates = kernel_rates(unit.device, self.planned.model, step.multiprocessors.share)
             batches = step.timeline.micro_batches
             library = nccl_ep.exchange(self.planned.model, unit, step.tokens // batches)
@@ -214,7 +214,7 @@ def both(unit: Deployment) -> Iterator[CompiledUnit]:
     """Yields the deployment with the transport that serving chooses, and with NVIDIA's library."""
     for each in (unit, with_library(unit)):
         planned = lay_out(DEEPSEEK_V3, each)
-        yield CompiledUnit(planned, tuple(_compiled(planned, phase) for phase in phases(each)))
+        yield CompiledUnit(planned, tuple(step_plan(planned, compile_step(planned, phase)) for phase in phases(each)))
 
 
 def pictured(two_hops: CompiledUnit, one_hop: CompiledUnit) -> tuple[list[tuple[str, Timeline]], float]:
@@ -222,8 +222,8 @@ def pictured(two_hops: CompiledUnit, one_hop: CompiledUnit) -> tuple[list[tuple[
 
     The library's stand-in is shown with the bytes and the time of its own collectives, too.
     """
-    [(_, before)], [(compiled, after)] = two_hops.steps, one_hop.steps
-    unit, module = one_hop.planned.deployment, hlo.parse(compiled.text)
+    [before], [after] = two_hops.steps, one_hop.steps
+    unit, module = one_hop.planned.deployment, hlo.parse(after.text)
     rates = kernel_rates(unit.device, one_hop.planned.model, before.multiprocessors.share)
     found = hlo.collectives(module, unit.gpus_per_node)
     plain = ScheduleSimulator(module, found, before.stages, rates).simulate()
@@ -234,11 +234,6 @@ def pictured(two_hops: CompiledUnit, one_hop: CompiledUnit) -> tuple[list[tuple[
     }
     titled = [(f"{unit.name}, {title}: {1e6 * line.layer:,.0f} us", line) for title, line in layers.items()]
     return titled, max(line.layer for line in layers.values())
-
-
-def _compiled(planned: PlannedModel, phase: Phase) -> tuple[CompiledProgram, StepPlan]:
-    programs = compile_step(planned, phase)
-    return programs[0], step_plan(planned, programs)
 
 
 def v4() -> Iterator[list[Cell]]:

@@ -1,35 +1,22 @@
 """Devices and deployments by name: DeepSeek's two published ones, single nodes, and those of DeepSeek-V4.
 
-Memory is what the driver reports: 79.1 GiB of an H100 or H800 ("80 GB"), 139.8 GiB of an H200 ("141 GB"). Peak rates
-are from data sheets. Link rates of an H800 are DeepEP's limits (160 GB/s NVLink one way, 50 GB/s per NIC, one NIC per
-GPU); NVLink of an H100 or H200 is scaled by the ratio of the data sheets (900 to 400 GB/s).
+Memory is what the driver reports: 79.1 GiB of an H100 or H800 ("80 GB"), 139.8 GiB of an H200 ("141 GB"). Rates are
+those of `dsv3.config.device_rates`.
 """
 
-import dataclasses
 from typing import Any
 
-from dsv3.config.device_rates import PEAKS
+from dsv3.config.device_rates import NIC, PEAKS
 from tools.plan.deployment import Deployment, Device
 
-H800 = Device(
-    name="H800",
-    memory_bytes=84_900_000_000,
-    hbm_bytes_per_second=PEAKS["H800"].hbm,
-    fp8_flops=PEAKS["H800"].fp8,
-    bf16_flops=PEAKS["H800"].bf16,
-    node_link=160e9,
-    cross_link=50e9,
-)
-H200 = Device(
-    name="H200",
-    memory_bytes=150_100_000_000,
-    hbm_bytes_per_second=PEAKS["H200"].hbm,
-    fp8_flops=PEAKS["H200"].fp8,
-    bf16_flops=PEAKS["H200"].bf16,
-    node_link=360e9,
-    cross_link=50e9,
-)
-H100 = dataclasses.replace(H800, name="H100", node_link=H200.node_link)
+
+def device(name: str, memory_bytes: int, multiprocessors: int = 132) -> Device:
+    """Returns a GPU of `device_rates.PEAKS` with a network card of its own."""
+    peaks = PEAKS[name]
+    return Device(name, memory_bytes, peaks.hbm, peaks.fp8, peaks.bf16, peaks.link, NIC, multiprocessors)
+
+
+H800, H100, H200 = device("H800", 84_900_000_000), device("H100", 84_900_000_000), device("H200", 150_100_000_000)
 DEVICES = {device.name: device for device in (H800, H100, H200)}
 
 PREFILL_EP32 = Deployment(

@@ -29,6 +29,7 @@ from absl import flags as absl_flags
 
 from launch import catalog, flags, plan_training
 from tools.plan import published_day
+from tools.plan.deployment import PHASES, Phase
 
 if TYPE_CHECKING:
     from dsv3.config.model import ModelConfig
@@ -122,12 +123,12 @@ def _plan_day(model: "ModelConfig", model_name: str) -> dict[str, Any]:
     return planned
 
 
-def _rate(kind: published_day.Kind, path: str | None, model_name: str) -> published_day.InstanceRate:
+def _rate(kind: Phase, path: str | None, model_name: str) -> published_day.InstanceRate:
     if path is not None:
         return published_day.read_rate(kind, Path(path), model_name)
     if model_name != PUBLISHED_MODEL:
         raise flags.UsageError(f"published rates are {PUBLISHED_MODEL}'s: give --{kind}_plan for --model {model_name}")
-    return published_day.PUBLISHED_RATES[_RATES.value][published_day.KINDS.index(kind)]
+    return published_day.PUBLISHED_RATES[_RATES.value][PHASES.index(kind)]
 
 
 def _given_fleet_flags() -> list[str]:
@@ -152,8 +153,7 @@ def _plan(model: "ModelConfig", deployment: "Deployment", prefill: "Deployment |
     from pallas_kernels.aot import AotUnavailableError
     from tools.plan import report
     from tools.plan.deployment import DeploymentError
-    from tools.plan.plan import make_plan
-    from tools.plan.simulated import partial_page_cost
+    from tools.plan.plan import make_plan, partial_page_cost
 
     console = Console()
     try:

@@ -15,19 +15,24 @@ class Peaks(NamedTuple):
     fp8: float
     """Equal to float16 if tensor cores do not multiply e4m3, which kernels then widen."""
     link: float
-    """In one direction."""
+    """To all others together, in one direction; four fifths of the data sheet's rate."""
 
 
 PEAKS = {
-    "A100": Peaks(2.04e12, 312e12, 312e12, 300e9),
-    "L40S": Peaks(0.864e12, 362e12, 733e12, 32e9),
-    "H20": Peaks(4.0e12, 148e12, 296e12, 450e9),
-    "H100": Peaks(3.35e12, 989e12, 1979e12, 450e9),
-    "H800": Peaks(3.35e12, 989e12, 1979e12, 200e9),
-    "H200": Peaks(4.8e12, 989e12, 1979e12, 450e9),
-    "B200": Peaks(8.0e12, 2250e12, 4500e12, 900e9),
+    "A100": Peaks(2.04e12, 312e12, 312e12, 240e9),
+    "L40S": Peaks(0.864e12, 362e12, 733e12, 25.6e9),
+    "H20": Peaks(4.0e12, 148e12, 296e12, 360e9),
+    "H100": Peaks(3.35e12, 989e12, 1979e12, 360e9),
+    "H800": Peaks(3.35e12, 989e12, 1979e12, 160e9),
+    "H200": Peaks(4.8e12, 989e12, 1979e12, 360e9),
+    "B200": Peaks(8.0e12, 2250e12, 4500e12, 720e9),
 }
-"""NVIDIA's data sheets, SXM where there are several, without sparsity."""
+"""NVIDIA's data sheets, SXM where there are several, without sparsity.
+
+DeepEP's README states 160 GB/s as the limit of an H800's NVLink, whose data sheet says 200; others are scaled by it.
+"""
+NIC = 50e9
+"""Bytes per second of a network card of 400 Gbit/s, in one direction; a GPU is assumed to have one."""
 
 # Fractions of a peak, from published measurements on an H800. Those of prefill were reached on 108 of its 132
 # multiprocessors (`PREFILL_MULTIPROCESSORS`), the others on all.
@@ -38,16 +43,22 @@ GROUPED_BANDWIDTH = 2.6 / 3.35
 GROUPED_FLOPS = 1000 / 1979
 PREFILL_FLOPS = 993 / 1979
 DECODE_CORE_FLOPS = 580 / 989
-LINK = 153 / 200
 PREFILL_CORE_FLOPS = 535 / 989
 PREFILL_OVERHEAD = 1.25
 """Time of prefill relative to its products: norms, quantization, rotation and routing."""
-CROSS_LINK = 40.5e9
-"""Bytes per second of a GPU to other nodes, measured where each has a network card of 400 Gbit/s (DeepEP's combine)."""
-MASKING = 2938 / 2828
-"""Ratio of cycles of the prefill kernel's loop with a bitmask and without (docs/performance/machine_code.md).
+LINK = 153 / 160
+DISPATCH_NIC, COMBINE_NIC = 45 / 50, 40.5 / 50
+"""What DeepEP's kernels reach on an H800 of NVLink, and of the network card on dispatch and on combine."""
+MASKING = 3378 / 2810
+"""Ratio of cycles of the prefill kernel's loop with a bitmask and without: a model of machine code, no measurement.
 
-The model of machine code lets the form with a bitmask wait for no loads to registers.
+Source: docs/performance/machine_code.md, the rows of prefill with chosen keys and of prefill.
+"""
+SELECTION = 1.83e9 / 1.35
+"""Index scores per second from which one multiprocessor selects the top-k, estimated from the kernel's instructions.
+
+The data sheet's peaks hold at 1.83 GHz (989e12 = 132 x 4,096 x 1.83e9). A score takes 1.35 cycles: 16 warps on 4
+schedulers, each with 4 x 170 and 695 instructions for 4,096.
 """
 LAUNCH_S = 3e-6
 """Seconds between two kernels."""

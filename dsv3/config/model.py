@@ -451,15 +451,12 @@ def sizes_of(model: ModelConfig) -> Sizes:
 
 
 def itemsizes(model: ModelConfig) -> tuple[float, float]:
-    """Returns the bytes of an element of routed experts, and of other weights.
+    """Returns the bytes of an element of routed experts, and of other weights, on devices.
 
-    INT4 has 4 bits and a 32nd of a 16-bit scale, FP4 that of an 8-bit one. FP8 block scales are not counted.
+    INT4 and FP4 have 4 bits and a 32nd of a 16-bit scale. FP8 block scales are not counted.
     """
-    if model.int4_experts:
-        return 4.5 / 8, 2
-    if model.fp4_experts:
-        return 4.25 / 8, 1
-    return (1, 1) if model.fp8 else (2, 2)
+    item = 1 if model.fp8 else 2
+    return 4.5 / 8 if model.int4_experts or model.fp4_experts else item, item
 
 
 def entry_weights(model: ModelConfig) -> int:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from dsv3.config.device_rates import CROSS_LINK, GROUPED_BANDWIDTH, GROUPED_FLOPS, LINK, PEAKS, Peaks, peaks_of
+from dsv3.config.device_rates import COMBINE_NIC, GROUPED_BANDWIDTH, GROUPED_FLOPS, LINK, NIC, PEAKS, Peaks, peaks_of
 from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig, itemsizes, sizes_of
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
@@ -120,7 +120,7 @@ class Communication:
         sent = self._sent(tokens)
         traffic = self._transport(sent).traffic(self._rows(sent))
         inside = traffic.device_bytes - traffic.node_bytes
-        return inside / (LINK * self.peaks.link) + traffic.node_bytes / CROSS_LINK
+        return inside / (LINK * self.peaks.link) + traffic.node_bytes / (COMBINE_NIC * NIC)
 
     def overlaps(self, program: ForwardProgram) -> int:
         """Returns how many NCCL communicators a program uses at once while it computes; 0: it does not overlap.

@@ -9,13 +9,15 @@ import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
-from dsv3.config import device_rates as shares
+from dsv3.config import device_rates
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import Combine
 from dsv3.config.speculative import SpeculativeConfig, acceptance_by_place
 
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
 CACHE_DTYPES = ("bfloat16", "fp8")
 """Cache dtypes that the kernels read with bfloat16 queries."""
 FP4_MODES = ("keep", "fp8")
@@ -250,16 +252,6 @@ def _check_positive(record: Any, *names: str) -> None:
             raise DeploymentError(f"{record.name}: {name} {getattr(record, name)} must be above 0")
 
 
-# Shares of the links that DeepEP reaches on an H800 (160 and 50 GB/s).
-_DISPATCH_LINK = 45 / 50
-_COMBINE_LINK = 40.5 / 50
-_NODE_LINK = 153 / 160
-_CLOCK = 1.83e9  # at which the data sheet's peaks hold: 989e12 = 132 x 4,096 x 1.83e9
-
-SELECT_CYCLES = 1.35
-"""Cycles of a multiprocessor per score: 16 warps on 4 schedulers, each with 4 x 170 and 695 instructions for 4,096."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Rates:
     """Rates per second that kernels reach on a device: bytes for memory and links, operations for products."""
@@ -292,26 +284,26 @@ def kernel_rates(device: Device, model: ModelConfig, kernel_share: float | None 
     at which the rates were measured. Memory rates are assumed to need at most four fifths of the multiprocessors.
     """
     decoding, prefilling = (
-        (1.0, 1.0) if kernel_share is None else (kernel_share, kernel_share / shares.PREFILL_MULTIPROCESSORS)
+        (1.0, 1.0) if kernel_share is None else (kernel_share, kernel_share / device_rates.PREFILL_MULTIPROCESSORS)
     )
     product = device.fp8_flops if model.fp8 else device.bf16_flops
     hbm = device.hbm_bytes_per_second
     return Rates(
-        dense_bandwidth=hbm * shares.DENSE_BANDWIDTH,
-        dense_flops=product * shares.DENSE_FLOPS * decoding,
-        grouped_bandwidth=hbm * shares.GROUPED_BANDWIDTH,
-        grouped_flops=product * shares.GROUPED_FLOPS * decoding,
-        prefill_flops=product * shares.PREFILL_FLOPS * prefilling,
-        decode_core_flops=device.bf16_flops * shares.DECODE_CORE_FLOPS * decoding,
-        prefill_core_flops=device.bf16_flops * shares.PREFILL_CORE_FLOPS * prefilling,
+        dense_bandwidth=hbm * device_rates.DENSE_BANDWIDTH,
+        dense_flops=product * device_rates.DENSE_FLOPS * decoding,
+        grouped_bandwidth=hbm * device_rates.GROUPED_BANDWIDTH,
+        grouped_flops=product * device_rates.GROUPED_FLOPS * decoding,
+        prefill_flops=product * device_rates.PREFILL_FLOPS * prefilling,
+        decode_core_flops=device.bf16_flops * device_rates.DECODE_CORE_FLOPS * decoding,
+        prefill_core_flops=device.bf16_flops * device_rates.PREFILL_CORE_FLOPS * prefilling,
         bf16_flops=device.bf16_flops,
-        fp8_core_flops=device.fp8_flops * shares.DECODE_CORE_FLOPS * decoding,
-        selection=_CLOCK / SELECT_CYCLES,
+        fp8_core_flops=device.fp8_flops * device_rates.DECODE_CORE_FLOPS * decoding,
+        selection=device_rates.SELECTION,
         multiprocessors=round(device.multiprocessors * decoding),
         hbm=hbm,
-        node_link=device.node_link * _NODE_LINK,
-        dispatch_link=device.cross_link * _DISPATCH_LINK,
-        combine_link=device.cross_link * _COMBINE_LINK,
+        node_link=device.node_link * device_rates.LINK,
+        dispatch_link=device.cross_link * device_rates.DISPATCH_NIC,
+        combine_link=device.cross_link * device_rates.COMBINE_NIC,
     )
 
 

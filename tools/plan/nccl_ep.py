@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from dsv3.config.device_rates import NIC, PEAKS
 from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
 from dsv3.engine.communication import Communication
@@ -52,11 +53,8 @@ HIGH_THROUGHPUT = {1: (153, 158), 2: (43, 43), 4: (58, 57), 8: (51, 50)}
 In one node a row counts for each device that it goes to, by NVLink; otherwise for each node, its own included. They
 take 24 multiprocessors (DeepEP's README, release 1); those of release 2 reach 61 GB/s on 4 nodes with 6.
 """
-HIGH_THROUGHPUT_LINKS = 160e9, 50e9
-"""Bytes per second of the links of that H800: in the node, and between nodes."""
-
-LOW_LATENCY_LINKS = 360e9, 50e9
-"""The same of the H100 with the low-latency figures."""
+HIGH_THROUGHPUT_LINKS, LOW_LATENCY_LINKS = (PEAKS["H800"].link, NIC), (PEAKS["H100"].link, NIC)
+"""Bytes per second of the links of these H800 and H100: in the node, and between nodes."""
 
 KNOWN_ERRORS = (
     "NCCL EP, low latency: published for 128 tokens and at most 64 GPUs; the line through its figures is within 8 % of "

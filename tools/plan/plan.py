@@ -5,7 +5,9 @@ the prompt to prompt and answer, so its mean is the prompt and half of the answe
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from dsv3.config.model import ModelConfig
 from dsv3.engine.device.programs import measure
@@ -13,17 +15,19 @@ from dsv3.scheduler.balance import MOST_STEPS
 from pallas_kernels.multiprocessors import Multiprocessors
 from tools.plan import hlo, nccl_ep, roofline
 from tools.plan.attention import SparseCore
-from tools.plan.deployment import Deployment, PlannedBatch, Rates, kernel_rates
+from tools.plan.deployment import PHASES, Deployment, Phase, PlannedBatch, Rates, kernel_rates
 from tools.plan.hlo import Collective, collectives
 from tools.plan.launch_order import LaunchOrder, launch_order
 from tools.plan.memory import Memory, Verdict, judge, memory_of
-from tools.plan.programs import CompiledProgram, Phase, PlannedModel, Run, compile_step, lay_out
+from tools.plan.programs import CompiledProgram, PlannedModel, Run, compile_step, lay_out
 from tools.plan.timeline import ScheduleSimulator, Timeline
+
+_UNBOUNDED = ("router", "head")  # in prefill: the overhead of its products includes routing, and few rows have a head
 
 
 @dataclasses.dataclass(frozen=True)
-class ProgramPlan:
-    """One compiled program of a step; `stages`, `sparse` and the times of `timeline` are estimates.
+class ProgramPlan(CompiledProgram):
+    """A compiled program of a step, analyzed; `stages`, `sparse` and the times of `timeline` are estimates.
 
     `sparse` has the parts of a layer's attention with top-k selection. `multiprocessors` says how many the kernels use
     and how many they leave to transfers. `host_waits` are instructions at which devices wait for the host
@@ -31,13 +35,7 @@ class ProgramPlan:
     launch their collectives in one order.
     """
 
-    phase: Phase
-    run: Run
     multiprocessors: Multiprocessors
-    compile_seconds: float
-    arguments: int
-    results: int
-    temporaries: int
     collectives: tuple[Collective, ...]
     host_waits: tuple[str, ...]
     kernels: Mapping[str, int]
@@ -204,8 +202,8 @@ def make_plan(
 
 def phases(deployment: Deployment) -> Sequence[Phase]:
     """Returns the kinds of steps that the deployment runs."""
-    sizes: dict[Phase, int] = {"prefill": deployment.prefill_tokens, "decode": deployment.decode_requests}
-    return [phase for phase, size in sizes.items() if size]
+    sizes = deployment.prefill_tokens, deployment.decode_requests
+    return [phase for phase, size in zip(PHASES, sizes, strict=True) if size]
 
 
 def step_plan(planned: PlannedModel, compiled: Sequence[CompiledProgram]) -> StepPlan:
@@ -213,10 +211,10 @@ def step_plan(planned: PlannedModel, compiled: Sequence[CompiledProgram]) -> Ste
     model, *drafts = (program_plan(planned, program) for program in compiled)
     deployment = planned.deployment
     return StepPlan(
-        **{field.name: getattr(model, field.name) for field in dataclasses.fields(model)},
+        **vars(model),
         drafts=tuple(drafts),
         accepted=deployment.accepted if model.phase == "decode" else (),
-        floor=_roofline(planned, compiled[0]),
+        floor=step_roofline(planned, model.phase, model.run.width),
         devices_per_rank=deployment.tensor_parallel,
     )
 
@@ -233,13 +231,8 @@ def program_plan(planned: PlannedModel, compiled: CompiledProgram) -> ProgramPla
     library = nccl_ep.exchange(planned.model, deployment, compiled.run.tokens // batches)
     found, transfers = (found, None) if library is None else (library.without_padding(found), library.seconds)
     return ProgramPlan(
-        phase=compiled.phase,
-        run=compiled.run,
+        **vars(compiled),
         multiprocessors=taken,
-        compile_seconds=compiled.seconds,
-        arguments=compiled.arguments,
-        results=compiled.results,
-        temporaries=compiled.temporaries,
         collectives=found,
         host_waits=module.host_waits,
         kernels=hlo.kernels(module),
@@ -250,6 +243,70 @@ def program_plan(planned: PlannedModel, compiled: CompiledProgram) -> ProgramPla
         ),
         timeline=ScheduleSimulator(module, found, stages, rates, transfers).simulate(),
     )
+
+
+def program_seconds(planned: PlannedModel, compiled: CompiledProgram) -> Callable[[int, int], float]:
+    """Returns a function of the tokens per rank and of the keys of each: the seconds of a step, host included.
+
+    It simulates the schedule of a program that was compiled for its largest batch. Smaller buckets are assumed to have
+    the same schedule, with transfers in proportion to their tokens: capacities are rounded up, so this is approximate.
+    """
+    model, deployment, run = planned.model, planned.deployment, compiled.run
+    module = hlo.parse(compiled.text)
+    found = collectives(module, deployment.gpus_per_node)
+    rates = kernel_rates(deployment.device, model, planned.reserve.of(run.key.kind, run.key.size).share)
+    batches = ScheduleSimulator(module, found, {}, rates).micro_batches
+
+    def seconds(size: int, keys: int) -> float:
+        share = size / run.tokens
+        scaled = [
+            dataclasses.replace(c, node_bytes=int(share * c.node_bytes), cross_bytes=int(share * c.cross_bytes))
+            for c in found
+        ]
+        library = nccl_ep.exchange(model, deployment, size // batches, run.tokens // batches)
+        transfers = None if library is None else library.seconds
+        at, smaller = with_keys(planned, compiled.phase, keys), dataclasses.replace(run, tokens=size)
+        stages = bounded_stages(at, compiled.phase, smaller, rates, batches)
+        return ScheduleSimulator(module, scaled, stages, rates, transfers).simulate().step + roofline.HOST_S
+
+    return seconds
+
+
+def with_keys(planned: PlannedModel, phase: Phase, keys: int, **changes: Any) -> PlannedModel:
+    """Returns a plan of steps whose tokens see `keys` keys on average, none of them from a prefix cache."""
+    context = max(1, 2 * keys if phase == "prefill" else keys)  # prefill's tokens attend to half of a prompt
+    deployment = dataclasses.replace(planned.deployment, context_length=context, prefix_hit_rate=0.0, **changes)
+    return dataclasses.replace(planned, deployment=deployment)
+
+
+def with_partial_pages(deployment: Deployment, page_size: int) -> Deployment:
+    """Returns a decode deployment with the prefill program for the partial last pages of prompts."""
+    return dataclasses.replace(deployment, prefill_tokens=page_size, max_num_batched_tokens=page_size)
+
+
+def partial_page_cost(model: ModelConfig, deployment: Deployment, progress: Callable[[str], None]) -> PartialPageCost:
+    """Compiles a decode deployment's program for the partial last pages of prompts, and estimates its cost.
+
+    Partial pages are half full on average; an MTP module is not counted. Raises as `make_plan` does.
+    """
+    page_size = model.page_size * deployment.decode_context_parallel
+    planned = lay_out(model, with_partial_pages(deployment, page_size))
+    progress(f"compiling prefill of partial pages for {deployment.devices} x {deployment.device.name}")
+    compiled, *_ = compile_step(planned, "prefill")
+    prompt, answer = lengths(deployment)
+    rows = deployment.decode_requests * deployment.ranks
+    return PartialPageCost(program_seconds(planned, compiled)(page_size, round(prompt / 2)), rows, answer)
+
+
+def bounded_stages(planned: PlannedModel, phase: Phase, run: Run, rates: Rates, micro_batches: int) -> dict[str, float]:
+    """Returns `stage_seconds`, where a small prefill takes at least the time to read its weights."""
+    found = stage_seconds(planned, phase, run, rates, micro_batches)
+    if phase == "decode":
+        return found
+    split = planned.deployment.tensor_parallel
+    batch = PlannedBatch(run.tokens // micro_batches, 0, experts_per_device(planned), split)
+    least = roofline.decode_stages(planned.model, rates, batch)
+    return {name: s if name in _UNBOUNDED else max(s, least.get(name, 0.0)) for name, s in found.items()}
 
 
 def stage_seconds(planned: PlannedModel, phase: Phase, run: Run, rates: Rates, micro_batches: int) -> dict[str, float]:
@@ -306,24 +363,22 @@ def experts_per_device(planned: PlannedModel) -> int:
     return (experts + deployment.redundant_experts) // spread
 
 
-def _roofline(planned: PlannedModel, compiled: CompiledProgram) -> roofline.DecodeRoofline | None:
-    if compiled.phase == "prefill" or planned.deployment.tensor_parallel > 1:
+def step_roofline(planned: PlannedModel, phase: Phase, width: int) -> roofline.DecodeRoofline | None:
+    """Returns the roofline of a decode step of `width` tokens per request; None unless every device is a rank."""
+    deployment, device = planned.deployment, planned.deployment.device
+    if phase == "prefill" or deployment.tensor_parallel > 1:
         return None
-    return decode_floor(planned, compiled.run.width)
-
-
-def decode_floor(planned: PlannedModel, width: int) -> roofline.DecodeRoofline:
-    """Returns the roofline of a decode step of `width` tokens per request; every device is a rank."""
-    deployment = planned.deployment
+    link = device.cross_link if deployment.nodes > 1 else device.node_link
     return roofline.decode_roofline(
         planned.model,
-        deployment.device,
+        device,
         deployment.decode_requests,
         deployment.context_length,
         experts_per_device(planned),
         deployment.kv_cache_dtype,
         width,
         planned.functions.vocabulary.devices,
+        link if deployment.expert_parallel and deployment.devices > 1 else math.inf,
     )
 
 

@@ -31,19 +31,18 @@ from dsv3.engine.jobs.draft_module import chain_key
 from dsv3.engine.limits import longest_context
 from dsv3.kv_cache.layout import window_pages, window_size
 from dsv3.model.batch import AttentionForm
-from dsv3.model.params import Fp8Weight, Int4Weight, Params, ParamSpec, declare
+from dsv3.model.params import Fp4Weight, Fp8Weight, Params, ParamSpec, declare
 from dsv3.model.tensor_parallel import arrange
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
-from pallas_kernels.int4 import GROUP as FP4_GROUP
+from pallas_kernels.int4 import GROUP, VALUES_PER_WORD
 from sharding.experts.placement import Placement
 from sharding.mesh import rank_mesh
 from sharding.wire.collectives import limits_of
 from tools.plan import nccl_ep
-from tools.plan.deployment import Deployment, DeploymentError
+from tools.plan.deployment import Deployment, DeploymentError, Phase
 
 _PREFILL_REQUESTS = 64  # that a prefill instance runs at once
-Phase = Literal["prefill", "decode"]
 Part = Literal["model", "module", "chain", "block"]
 """What a program of a step runs: the model, its MTP module, the module again for a further draft, or DSpark's stages on
 a block per request."""
@@ -75,7 +74,7 @@ class CompiledProgram:
 
     phase: Phase
     run: Run
-    seconds: float
+    compile_seconds: float
     arguments: int
     results: int
     temporaries: int
@@ -202,7 +201,7 @@ def compile_run(planned: PlannedModel, phase: Phase, run: Run) -> CompiledProgra
     return CompiledProgram(
         phase=phase,
         run=run,
-        seconds=time.perf_counter() - start,
+        compile_seconds=time.perf_counter() - start,
         arguments=memory.argument_size_in_bytes,
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
@@ -250,7 +249,7 @@ def cache_tokens(deployment: Deployment, page_size: int) -> int:
 
 
 def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
-    """Returns the shapes of step functions' parameters: quantized as in the checkpoint, else bfloat16."""
+    """Returns the shapes of step functions' parameters as a server holds them: of the checkpoint's precision."""
     redundant = deployment.redundant_experts
 
     def leaf(spec: ParamSpec) -> Any:
@@ -273,10 +272,13 @@ def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
     return SpreadParams(params, Placement(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)))
 
 
-def abstract_fp4(shape: tuple[int, ...]) -> Int4Weight:
-    """Returns the shapes of FP4 codes and their scales, bytes as in files, of a weight `[..., N, K]`."""
-    *lead, k = shape
-    return Int4Weight(*(jax.ShapeDtypeStruct((*lead, k // per_byte), jnp.uint8) for per_byte in (2, FP4_GROUP)))
+def abstract_fp4(shape: tuple[int, ...]) -> Fp4Weight:
+    """Returns the shapes of words and scales of a weight `[..., N, K]` on devices."""
+    *lead, n, k = shape
+    return Fp4Weight(
+        jax.ShapeDtypeStruct((*lead, n, k // VALUES_PER_WORD), jnp.uint32),
+        jax.ShapeDtypeStruct((*lead, k // GROUP, n), jnp.bfloat16),
+    )
 
 
 def _with_shardings(params: Any, specs: Any, mesh: Mesh) -> Any:

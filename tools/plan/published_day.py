@@ -15,16 +15,15 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from tools.plan.deployment import PHASES, Phase
 from tools.tables import make_table
 
-Kind = Literal["prefill", "decode"]
-KINDS: tuple[Kind, ...] = ("prefill", "decode")
 Day = Sequence[tuple[float, int, int]]
 """Hours, prefill instances, decode instances: one span after the other."""
 
@@ -97,7 +96,7 @@ class InstanceRate:
     `room`, the tokens that fit a GPU's cache, and `token_bytes`.
     """
 
-    kind: Kind
+    kind: Phase
     nodes: int
     gpus_per_node: int
     tokens_per_node: float
@@ -150,7 +149,7 @@ PUBLISHED_RATES: dict[str, tuple[InstanceRate, InstanceRate]] = {
 """What DeepSeek published of prefill and decode instances on H800s: means of the day, and its profiles."""
 
 
-def read_rate(kind: Kind, path: Path, model: str) -> InstanceRate:
+def read_rate(kind: Phase, path: Path, model: str) -> InstanceRate:
     """Reads an instance's rate from the file of `python -m launch.plan DEPLOYMENT --json=FILE`.
 
     Raises RateError if it is not such a file, has no step of this kind, does not fit, or is of another model.
@@ -166,7 +165,7 @@ def read_rate(kind: Kind, path: Path, model: str) -> InstanceRate:
         raise RateError(f"{path}: not what launch.plan --json writes: {type(error).__name__} {error}") from None
 
 
-def _rate(kind: Kind, plan: dict[str, Any], name: str, model: str) -> InstanceRate:
+def _rate(kind: Phase, plan: dict[str, Any], name: str, model: str) -> InstanceRate:
     if plan["model"] != model:
         raise RateError(f"is a plan of {plan['model']}, not of --model {model}")
     deployment, memory = plan["deployment"], plan["memory"]
@@ -228,9 +227,9 @@ def per_second(field: str) -> float:
 def figures(day: Day, prefill: InstanceRate, decode: InstanceRate, token_bytes: int, gpu_hour: float) -> dict[str, Any]:
     """Returns nodes, tokens per second, bytes and dollars of a day's instances by `FORMULAS`."""
     rates = {"prefill": prefill, "decode": decode}
-    nodes = {kind: sum(span[0] * span[i] for span in day) / 24 * rates[kind].nodes for i, kind in enumerate(KINDS, 1)}
-    most = {kind: rates[kind].tokens_per_node * nodes[kind] for kind in KINDS}
-    cost = {kind: nodes[kind] * rates[kind].gpus_per_node * gpu_hour * 24 for kind in KINDS}
+    nodes = {kind: sum(span[0] * span[i] for span in day) / 24 * rates[kind].nodes for i, kind in enumerate(PHASES, 1)}
+    most = {kind: rates[kind].tokens_per_node * nodes[kind] for kind in PHASES}
+    cost = {kind: nodes[kind] * rates[kind].gpus_per_node * gpu_hour * 24 for kind in PHASES}
     whole = sum(cost.values())
     income = sum(TOKENS[field] * price for field, price in PRICES.items()) / 1e6
     paid = {"input": cost["prefill"], "computed": cost["prefill"], "output": cost["decode"]}
@@ -355,7 +354,7 @@ def _figure_table(planned: dict[str, Any], charted: dict[str, Any]) -> Table:
         if name in PUBLISHED:
             cells[2:4] = [show(charted[name]), f"{charted[name] / target - 1:+.2%}"]
         table.add_row(what, *cells)
-    for kind in KINDS:
+    for kind in PHASES:
         loads = [f"{each['load'][kind]:.1%}" for each in (planned, charted)]
         table.add_row(f"load of {kind} instances", loads[0], "", loads[1])
     return table
@@ -373,13 +372,13 @@ def _byte_table(planned: dict[str, Any]) -> Table:
     title = f"Pages that move, {planned['terms']['token_bytes']:,} B per token, at the mean"
     table = make_table(title, "", "fleet GB/s", "GB/s per prefill node", "GB/s per decode node")
     rows = (
-        ("from prefill to decode", "input", KINDS),
-        ("read from the cache (hits)", "cached", KINDS[:1]),
-        ("written to the cache: prompts", "computed", KINDS[:1]),
-        ("written to the cache: answers, if these are kept", "output", KINDS[1:]),
+        ("from prefill to decode", "input", PHASES),
+        ("read from the cache (hits)", "cached", PHASES[:1]),
+        ("written to the cache: prompts", "computed", PHASES[:1]),
+        ("written to the cache: answers, if these are kept", "output", PHASES[1:]),
     )
     nodes = planned["figures"]["nodes_of"]
     for what, field, kinds in rows:
         rate = planned["figures"]["bytes_per_second"][field] / _GB
-        table.add_row(what, f"{rate:,.1f}", *(f"{rate / nodes[kind]:,.2f}" if kind in kinds else "" for kind in KINDS))
+        table.add_row(what, f"{rate:,.1f}", *(f"{rate / nodes[kind]:,.2f}" if kind in kinds else "" for kind in PHASES))
     return table

@@ -12,13 +12,11 @@ from rich.text import Text
 from tools.plan import nccl_ep
 from tools.plan.deployment import Deployment, kernel_rates
 from tools.plan.hlo import Collective
-from tools.plan.memory import Memory
+from tools.plan.memory import GB, Memory, Verdict
 from tools.plan.plan import Handover, Plan, ProgramPlan, StepPlan
 from tools.plan.roofline import HOST_S, KNOWN_ERRORS
 from tools.plan.timeline import LANES, Block, Timeline, block_name
 from tools.tables import make_table
-
-GB = 1e9
 
 
 def render(plan: Plan, prefill: Plan | None = None) -> Group:
@@ -26,18 +24,28 @@ def render(plan: Plan, prefill: Plan | None = None) -> Group:
 
     `prefill` is the plan of the deployment that computes the prompts.
     """
-    deployment = plan.deployment
-    title = (
-        f"{plan.model_name}, {deployment.name}: {deployment.nodes} x {deployment.gpus_per_node} "
-        f"{deployment.device.name}"
-    )
-    parts: list[RenderableType] = [Text(title, style="bold"), memory_table(plan.memory, deployment)]
+    parts: list[RenderableType] = [title(plan.model_name, plan.deployment), memory_table(plan.memory, plan.deployment)]
     for step in plan.steps:
         parts += [_collective_table(step), _schedule_table(step), *map(_collective_table, step.drafts)]
         parts.append(_estimate_table(plan, step))
     if plan.handover is not None:
         parts.append(_handover_table(plan, plan.handover, prefill))
-    return Group(*parts, _verdict(plan))
+    errors = (f"known error: {error}" for error in _known_errors(plan.deployment))
+    notes = [f"estimate's rates: {_rates(plan)}", *errors] if plan.steps else []
+    return Group(*parts, verdict_text(plan.verdict, notes))
+
+
+def title(model_name: str, deployment: Deployment) -> Text:
+    """Renders the headline of a plan."""
+    gpus = f"{deployment.nodes} x {deployment.gpus_per_node} {deployment.device.name}"
+    return Text(f"{model_name}, {deployment.name}: {gpus}", style="bold")
+
+
+def verdict_text(verdict: Verdict, notes: Iterable[str]) -> Text:
+    """Renders whether a deployment fits, what would change that, and `notes`."""
+    lines = [f"{'fits' if verdict.fits else 'does not fit'}: {verdict.why}"]
+    lines += [*(f"  - {change}" for change in verdict.changes), *notes]
+    return Text("\n".join(lines), style="" if verdict.fits else "red")
 
 
 def as_json(plan: Plan, prefill: Plan | None = None) -> dict[str, Any]:
@@ -249,16 +257,6 @@ def _add_drafts(table: Table, step: StepPlan) -> None:
     if step.accepted:
         table.add_row("accepted by position (given)", ", ".join(f"{share:.1%}" for share in step.accepted))
         table.add_row("tokens per request and step", f"{step.tokens_per_row:.2f}", style="bold")
-
-
-def _verdict(plan: Plan) -> Text:
-    verdict = plan.verdict
-    lines = [f"{'fits' if verdict.fits else 'does not fit'}: {verdict.why}"]
-    lines += [f"  - {change}" for change in verdict.changes]
-    if plan.steps:
-        errors = _known_errors(plan.deployment)
-        lines += ["estimate's rates: " + _rates(plan), *(f"known error: {error}" for error in errors)]
-    return Text("\n".join(lines), style="" if verdict.fits else "red")
 
 
 def _known_errors(deployment: Deployment) -> list[str]:

@@ -17,18 +17,16 @@ from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.forms import needs_topk
 from tools.plan.attention import (
     SparseCore,
-    dense_core,
-    index_share,
-    index_weights,
-    sparse_core,
-    sparse_roofline,
-)
-from tools.plan.compressed import (
     cache_reads,
     compressed_core,
     core_operations,
+    dense_core,
+    index_share,
+    index_weights,
     product_elements,
     product_launches,
+    sparse_core,
+    sparse_roofline,
 )
 from tools.plan.deployment import Device, PlannedBatch, Rates
 
@@ -76,11 +74,12 @@ def decode_roofline(
     cache_dtype: str = "bfloat16",
     width: int = 1,
     sharing: int = 1,
+    link: float | None = None,
 ) -> DecodeRoofline:
     """Returns the roofline of one device that decodes `width` tokens of `requests` with `context` tokens each.
 
-    `sharing` devices split the head. Each of a token's experts gets its own copy over the slower link, as in DeepEP's
-    low-latency kernels.
+    `sharing` devices split the head. Each of a token's experts gets its own copy over `link`, by default that between
+    nodes, as in DeepEP's low-latency kernels.
     """
     sizes, L, moe = sizes_of(model), model.num_hidden_layers, model.num_moe_layers
     expert_item, item = itemsizes(model)
@@ -100,7 +99,7 @@ def decode_roofline(
         cache=requests * cached / device.hbm_bytes_per_second,
         core=tokens * operations / device.bf16_flops,
         products=done / (device.fp8_flops if model.fp8 else device.bf16_flops) + head / device.bf16_flops,
-        wire=moe * model.num_experts_per_tok * tokens * row / device.cross_link,
+        wire=moe * model.num_experts_per_tok * tokens * row / (link or device.cross_link),
     )
 
 

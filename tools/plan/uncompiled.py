@@ -7,7 +7,6 @@ say, is assumed.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from dsv3.config.device_rates import LAUNCH_S
 from dsv3.config.engine import ForwardProgram
@@ -16,19 +15,20 @@ from dsv3.kv_cache.layout import page_bytes
 from sharding.experts.traffic import Traffic
 from tools.plan import nccl_ep, roofline
 from tools.plan.attention import SparseCore
-from tools.plan.deployment import Deployment, PlannedBatch, Rates, kernel_rates
+from tools.plan.deployment import Deployment, Phase, Rates, kernel_rates
 from tools.plan.memory import Memory, Verdict, judge, memory_of
 from tools.plan.plan import (
     Handover,
-    decode_floor,
-    experts_per_device,
+    bounded_stages,
     handover,
     lengths,
     phases,
     planned_batch,
     stage_seconds,
+    step_roofline,
+    with_keys,
 )
-from tools.plan.programs import Phase, PlannedModel, Run, lay_out, runs
+from tools.plan.programs import PlannedModel, Run, lay_out, runs
 from tools.plan.roofline import HOOK_S, HOST_S, TRANSFER_S, wire_rows
 
 WORKING = 4_750_747_968
@@ -174,21 +174,18 @@ def bucket_seconds(planned: PlannedModel, phase: Phase, size: int, keys: int) ->
 
     Where rows have drafts, it is the time of a step per token that it gives a row in the mean.
     """
-    context = max(1, 2 * keys if phase == "prefill" else keys)  # prefill's tokens attend to half of a prompt
-    given: dict[str, Any] = {"prefill_tokens" if phase == "prefill" else "decode_requests": size}
-    deployment = dataclasses.replace(planned.deployment, context_length=context, prefix_hit_rate=0.0, **given)
-    step = step_estimate(dataclasses.replace(planned, deployment=deployment), phase)
+    given = {"prefill_tokens" if phase == "prefill" else "decode_requests": size}
+    step = step_estimate(with_keys(planned, phase, keys, **given), phase)
     return step.seconds / step.tokens_per_row
 
 
 def _estimate(planned: PlannedModel, phase: Phase, run: Run, traffic: Traffic, drafts: float) -> StepEstimate:
     """Returns the estimate of a step whose program of the model is `run`, and whose drafts take `drafts` seconds."""
     deployment, rates = planned.deployment, kernel_rates(planned.deployment.device, planned.model)
-    batch, L, floor = planned_batch(planned, phase, run, 1), planned.model.num_hidden_layers, None
+    batch, L = planned_batch(planned, phase, run, 1), planned.model.num_hidden_layers
     micro_batches = 2 if _is_overlapped(planned, run) else 1
-    stages = _stages(planned, phase, run, rates, micro_batches)
-    if phase == "decode" and deployment.tensor_parallel == 1:
-        floor = decode_floor(planned, run.width)
+    found = bounded_stages(planned, phase, run, rates, micro_batches)
+    stages = {name: each * (1 if name in _OF_STEP else micro_batches) for name, each in found.items()}
     exchanges = _exchange_seconds(planned, rates, run.tokens, traffic, L, micro_batches)
     if micro_batches > 1:
         exchanges = L * _not_hidden(planned.model, phase, exchanges / L, stages)
@@ -206,7 +203,7 @@ def _estimate(planned: PlannedModel, phase: Phase, run: Run, traffic: Traffic, d
         transfers=exchanges + of_rank + of_parts,
         drafts=drafts,
         accepted=deployment.accepted if phase == "decode" else (),
-        floor=floor,
+        floor=step_roofline(planned, phase, run.width),
         devices_per_rank=deployment.tensor_parallel,
     )
 
@@ -215,17 +212,6 @@ def _is_overlapped(planned: PlannedModel, run: Run) -> bool:
     """Returns whether the program runs two micro-batches, each of which computes while the other communicates."""
     overlaps = planned.functions.overlaps
     return overlaps is not None and planned.deployment.devices > 1 and overlaps(_program(planned, run)) > 0
-
-
-def _stages(planned: PlannedModel, phase: Phase, run: Run, rates: Rates, micro_batches: int) -> dict[str, float]:
-    """Returns the stages' seconds in all micro-batches; a small prefill takes at least the time to read its weights."""
-    found = stage_seconds(planned, phase, run, rates, micro_batches)
-    if phase == "prefill":
-        tokens, split = run.tokens // micro_batches, planned.deployment.tensor_parallel
-        batch = PlannedBatch(tokens, 0, experts_per_device(planned), split)
-        least = roofline.decode_stages(planned.model, rates, batch)
-        found = {name: max(each, least[name]) if name != "head" else each for name, each in found.items()}
-    return {name: each * (1 if name in _OF_STEP else micro_batches) for name, each in found.items()}
 
 
 def _not_hidden(model: ModelConfig, phase: Phase, exchange: float, stages: Mapping[str, float]) -> float:

@@ -5,21 +5,20 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from dsv3.config.model import CacheGroup
 from dsv3.kv_cache.layout import entries_per_page, page_bytes, row_bytes, window_pages
 from tools.plan import nccl_ep
 from tools.plan.memory import GB
-from tools.plan.report import SPARSE_PARTS, memory_json, memory_table
+from tools.plan.report import SPARSE_PARTS, memory_json, memory_table, title, verdict_text
 from tools.plan.uncompiled import StepEstimate, UncompiledPlan
 from tools.tables import make_table
 
 KNOWN_ERRORS = (
     "nothing of it was measured on a GPU: kernels are assumed to reach the rates of DeepSeek-V3's",
     "transfers are assumed to hide behind the other micro-batch alone, and experts to be chosen evenly",
-    "many requests: SGLang reached 0.28 of the estimate on 4 x H200 (Flash, 1,024 requests, both without drafts)",
-    "a first token: SGLang reached 0.43 of the estimate there (one prompt of 4,096 tokens on average)",
+    "many requests: SGLang reached 0.26 of the estimate on 4 x H200 (Flash, 1,024 requests, both without drafts)",
+    "a first token: SGLang reached 0.38 of the estimate there (one prompt of 4,096 tokens on average)",
     "experts of 1 to 8 tokens per GPU: the estimate is 0.46 to 0.56 of what DeepGEMM measured on 8 x H20",
     "one request: SGLang was 1.9 times as fast there (both with DSpark and 5.45 tokens per step)",
 )
@@ -28,18 +27,14 @@ _UNITS = {"context": "page", "window": "window page", "request": "request"}
 
 def render(plan: UncompiledPlan) -> Group:
     """Renders memory, cache groups and each step's estimate, the rates of both together, and the verdict."""
-    deployment, verdict = plan.deployment, plan.verdict
-    title = f"{plan.model_name}, {deployment.name}: {deployment.nodes} x {deployment.gpus_per_node}"
-    parts: list[RenderableType] = [Text(f"{title} {deployment.device.name}", style="bold")]
-    parts += [memory_table(plan.memory, deployment), _cache_table(plan)]
+    deployment = plan.deployment
+    parts: list[RenderableType] = [title(plan.model_name, deployment), memory_table(plan.memory, deployment)]
+    parts.append(_cache_table(plan))
     parts += [_step_table(step, deployment.gpus_per_node) for step in plan.steps]
     if plan.mixed is not None or plan.handover is not None:
         parts.append(_traffic_table(plan))
-    lines = [f"{'fits' if verdict.fits else 'does not fit'}: {verdict.why}"]
-    lines += [f"  - {change}" for change in verdict.changes]
     errors = (*KNOWN_ERRORS, *nccl_ep.known_errors(deployment))
-    lines += [f"known error: {error}" for error in errors if plan.steps]
-    return Group(*parts, Text("\n".join(lines), style="" if verdict.fits else "red"))
+    return Group(*parts, verdict_text(plan.verdict, (f"known error: {error}" for error in errors if plan.steps)))
 
 
 def as_json(plan: UncompiledPlan) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from dsv3.kv_cache.page_keys import Key
 from dsv3.scheduler.request import StepOutputs
 from router.instance import Booking
 from router.request import MAX_PAGES, Prompt
-from tools.simulate.instance import SimulatedInstance, Totals
-from tools.simulate.options import Pressure, Routing, ScalingPolicy
+from tools.simulate.instance import SimulatedInstance
+from tools.simulate.options import Routing
 from tools.simulate.pages import SimulatedPagesPlanner, SimulatedStore, TransferredPages, WorkerTime
-from tools.simulate.pool import PoolMember, SimulatedPool
+from tools.simulate.pool import InstanceGroup, PoolMember, SimulatedPool
 from tools.simulate.prompts import SimulatedRequest, page_keys
 from tools.simulate.record import Outcome, RequestLog
 from tools.simulate.times import InstanceTimes, VirtualClock
@@ -29,15 +29,6 @@ _RETRY_S = 1.0  # a client of the closed loop sends its next request this long a
 
 class FleetConfigError(ValueError):
     """A contradictory fleet; the message says what to change."""
-
-
-@dataclasses.dataclass(frozen=True)
-class InstanceGroup:
-    """Instances of one deployment: `count` at the start; `policy` adds and removes some, if given."""
-
-    times: InstanceTimes
-    count: int
-    policy: ScalingPolicy | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +83,7 @@ class _Active:
     keys: tuple[Key, ...]
     prompt: Prompt
     on_end: Callable[[Outcome], None]
-    pool: "SimulatedPool | None" = None
+    pool: SimulatedPool | None = None
     booking: Booking | None = None
     is_prefill: bool = False
 
@@ -105,38 +96,18 @@ class SimulatedFleet:
         self._longest = min(config.limits(group.times).max_model_len for group in config.groups)
         self._work = WorkerTime(clock)
         self._store = self._make_store()
-        self._active: dict[int, _Active] = {}
+        self.active: dict[int, _Active] = {}  # requests that have not ended, by number
         self.expects_more = True
         self._last_end: dict[SimulatedInstance, float] = {}
-        self._low_checks: dict[SimulatedPool, int] = {}
-        self._removed: dict[SimulatedPool, tuple[float, Totals]] = {}  # seconds and work of removed instances
         self.pages: list[SimulatedPagesPlanner] = []
         self.answering = self._open_pool(config.answering, decodes=True)
         self.prefilling = None if config.prefilling is None else self._open_pool(config.prefilling, decodes=False)
-
-    @property
-    def pools(self) -> tuple[tuple[SimulatedPool, InstanceGroup], ...]:
-        """The pools with their groups; prefill's is first."""
-        answering = (self.answering, self.config.answering)
-        if self.prefilling is None or self.config.prefilling is None:
-            return (answering,)
-        return (self.prefilling, self.config.prefilling), answering
-
-    @property
-    def in_flight(self) -> int:
-        """Requests that have not ended."""
-        return len(self._active)
+        self.pools = (self.answering,) if self.prefilling is None else (self.prefilling, self.answering)
 
     @property
     def is_over(self) -> bool:
         """Whether all requests have ended and no more will arrive."""
-        return not self._active and not self.expects_more
-
-    def nodes(self, pool: SimulatedPool, group: InstanceGroup) -> int:
-        """Returns the nodes of a pool, including instances that start or drain."""
-        return len(pool.members) * group.times.nodes
-
-    # Requests
+        return not self.active and not self.expects_more
 
     def submit(self, traced: TracedRequest, on_end: Callable[[Outcome], None]) -> None:
         """Submits a request; calls `on_end` once, when it ends."""
@@ -150,7 +121,7 @@ class SimulatedFleet:
         known = keys[:MAX_PAGES]
         prompt = Prompt(known, tokens, known if self.config.routing == "events" else None)
         request = SimulatedRequest(number, traced.content, tokens, min(tokens + traced.answer, self._longest))
-        active = self._active[number] = _Active(request, keys, prompt, on_end)
+        active = self.active[number] = _Active(request, keys, prompt, on_end)
         if self.prefilling is not None and prompt.keys:
             active.is_prefill = True
             self._book(active, self.prefilling)
@@ -167,8 +138,8 @@ class SimulatedFleet:
         request, delay = active.request, 0.0
         if active.is_prefill:
             request = request._replace(max_length=request.tokens + 1)
-        elif self.prefilling is not None and self.config.prefilling is not None and active.prompt.keys:
-            delay = self.config.prefilling.times.transfer_seconds(active.prompt.tokens)
+        elif self.prefilling is not None and active.prompt.keys:
+            delay = self.prefilling.group.times.transfer_seconds(active.prompt.tokens)
         if delay:
             self.clock.call_at(self.clock.now + delay, lambda: member.instance.submit(request, active.keys))
         else:
@@ -180,7 +151,7 @@ class SimulatedFleet:
         before, self._last_end[instance] = self._last_end.get(instance, np.nan), now
         for rows in outputs.columns:
             self.record.record_tokens(rows.ids, now, before)
-        found = [(self._active[output.request_id], output) for output in outputs.details]
+        found = [(self.active[output.request_id], output) for output in outputs.details]
         if advanced := [output.request_id for active, output in found if output.token_ids and not active.is_prefill]:
             self.record.record_tokens(np.array(advanced), now, before)
         for active, output in found:
@@ -213,34 +184,22 @@ class SimulatedFleet:
         active.pool.close(booking)
 
     def _end(self, active: _Active, end: Outcome) -> None:
-        del self._active[active.request.number]
+        del self.active[active.request.number]
         if active.booking is not None:
             self._release(active)
         self.record.on_end(active.request.number, self.clock.now, end)
         active.on_end(end)
 
-    # Instances
-
     def _open_pool(self, group: InstanceGroup, *, decodes: bool) -> SimulatedPool:
-        pool = SimulatedPool(self.clock, decodes=decodes, routing=self.config.routing, seed=self.config.seed)
-        self._removed[pool], self._low_checks[pool] = (0.0, Totals()), 0
-        for _ in range(group.count):
-            self._start(pool, group).is_up = True
-        if group.policy is not None:
-            policy = group.policy
-            self.clock.call_at(policy.period_s, lambda: self._scale(pool, group, policy))
-        return pool
+        config, times = self.config, group.times
+        limits = config.limits(times)
 
-    def _start(self, pool: SimulatedPool, group: InstanceGroup) -> PoolMember:
-        instance, alone = self._instance(group.times), group.count == 1 and group.policy is None
-        pool.members.append(PoolMember(instance, self.clock.now, alone=alone))
-        return pool.members[-1]
+        def make() -> SimulatedInstance:
+            return SimulatedInstance(
+                times, limits, self.clock, self._on_outputs, lambda view, wake: self._pages(times, view, wake)
+            )
 
-    def _instance(self, times: InstanceTimes) -> SimulatedInstance:
-        limits = self.config.limits(times)
-        return SimulatedInstance(
-            times, limits, self.clock, self._on_outputs, lambda view, wake: self._pages(times, view, wake)
-        )
+        return SimulatedPool(group, self.clock, make, decodes=decodes, routing=config.routing, seed=config.seed)
 
     def _pages(
         self, times: InstanceTimes, view: EngineView, wake: Callable[[], None]
@@ -260,54 +219,6 @@ class SimulatedFleet:
             return None
         limit = int(self.config.store_gib * 2**30) // first.page_bytes
         return SimulatedStore(self._work, limit, first.page_bytes, first.link)
-
-    def _scale(self, pool: SimulatedPool, group: InstanceGroup, policy: ScalingPolicy) -> None:
-        """Starts or drains an instance where the rule says so."""
-        serving = [member for member in pool.members if member.is_up and not member.is_draining]
-        change = policy.decide(
-            [instance_pressure(member.instance, pool.num_waiting, len(serving)) for member in serving]
-        )
-        starting = any(not member.is_up for member in pool.members)
-        self._low_checks[pool] = self._low_checks[pool] + 1 if change < 0 else 0
-        if change > 0 and not starting and len(serving) < policy.max_instances:
-            member = self._start(pool, group)
-            self.clock.call_at(self.clock.now + policy.start_s, lambda: self._on_started(pool, member))
-        elif (
-            self._low_checks[pool] >= policy.scale_down_checks and len(serving) > policy.min_instances and not starting
-        ):
-            self._low_checks[pool] = 0
-            # The one with the fewest requests, or the youngest of these, as it caches the least.
-            last = min(reversed(serving), key=lambda member: member.load.requests)
-            last.is_draining = True
-            self._remove_if_drained(pool, last)
-        for member in [member for member in pool.members if member.is_draining]:
-            self._remove_if_drained(pool, member)
-        self.clock.call_at(self.clock.now + policy.period_s, lambda: self._scale(pool, group, policy))
-
-    def _on_started(self, pool: SimulatedPool, member: PoolMember) -> None:
-        member.is_up = True
-        pool.dispatch()
-
-    def _remove_if_drained(self, pool: SimulatedPool, member: PoolMember) -> None:
-        """Removes a draining instance if it is idle."""
-        if member in pool.members and not member.load.requests and member.instance.is_idle:
-            pool.members.remove(member)
-            seconds, totals = self._removed[pool]
-            self._removed[pool] = seconds + self.clock.now - member.since, totals + member.instance.totals
-
-    def pool_totals(self, pool: SimulatedPool) -> tuple[float, Totals]:
-        """Returns the total seconds that instances of a pool have run, and their totals."""
-        seconds, totals = self._removed[pool]
-        for member in pool.members:
-            seconds, totals = seconds + self.clock.now - member.since, totals + member.instance.totals
-        return seconds, totals
-
-
-def instance_pressure(instance: SimulatedInstance, waiting: int, among: int) -> Pressure:
-    """Returns the load of an instance; the router's `waiting` requests are divided `among` so many instances."""
-    slots = instance.cfg.max_num_seqs * instance.cfg.num_ranks
-    pages, mine = instance.use
-    return Pressure(instance.waiting_tokens / instance.times.prompt_rate, max(pages, mine + waiting / among / slots))
 
 
 def replay(fleet: SimulatedFleet, sessions: Iterable[Session], until: float | None) -> None:

@@ -1,7 +1,8 @@
 """Computes a deployment's table of step times from the plan.
 
-It compiles the largest program of each kind and simulates its schedule with smaller batches (`tools.plan.simulated`).
-For DeepSeek-V4, whose plan compiles nothing, times follow from shapes (`tools.plan.uncompiled`).
+It compiles the largest program of each kind and simulates its schedule with smaller batches
+(`tools.plan.plan.program_seconds`). For DeepSeek-V4, whose plan compiles nothing, times follow from shapes
+(`tools.plan.uncompiled`).
 """
 
 import functools
@@ -13,11 +14,11 @@ from dsv3.config.options import Role
 from dsv3.engine.device.programs import measure
 from dsv3.kv_cache.layout import page_bytes, window_pages
 from dsv3.scheduler.cost import keys_per_token
-from tools.plan.deployment import Deployment, DeploymentError
+from tools.plan.deployment import Deployment, DeploymentError, Phase
 from tools.plan.memory import judge, memory_of
-from tools.plan.programs import Phase, compile_step, lay_out
+from tools.plan.plan import phases, program_seconds, with_partial_pages
+from tools.plan.programs import compile_step, lay_out
 from tools.plan.roofline import HOST_S
-from tools.plan.simulated import SimulatedProgram, with_partial_pages
 from tools.plan.uncompiled import WORKING, bucket_seconds
 from tools.simulate.times import KEYS, InstanceTimes
 
@@ -43,14 +44,13 @@ def compute_times(model: ModelConfig, deployment: Deployment, progress: Callable
     planned, compiles = lay_out(model, whole), model.compressed is None
     memory = memory_of(planned, None if compiles else WORKING)
     seconds: dict[Phase, Callable[[int, int], float]] = {}  # by bucket and keys
-    phases: list[Phase] = ["prefill", *(["decode"] if deployment.decode_requests else [])]  # type: ignore[list-item]
-    for phase in phases if memory.fits else []:
+    for phase in phases(whole) if memory.fits else []:
         if not compiles:
             seconds[phase] = functools.partial(bucket_seconds, planned, phase)
             continue
         progress(f"compiling {phase} for {deployment.devices} x {deployment.device.name}")
         [compiled] = compile_step(planned, phase)
-        seconds[phase] = SimulatedProgram(planned, compiled).seconds
+        seconds[phase] = program_seconds(planned, compiled)
     if compiles and memory.fits:
         memory = memory_of(planned, measure(planned.engine, planned.programs))
     if not memory.fits:

@@ -63,9 +63,7 @@ class SimulatedInstance:
         cfg: EngineConfig,
         clock: VirtualClock,
         on_outputs: "Callable[[SimulatedInstance, StepOutputs], None]",
-        make_pages: Callable[
-            [EngineView, Callable[[], None]], SimulatedPagesPlanner | TransferredPages | None
-        ] = lambda view, wake: None,
+        make_pages: Callable[[EngineView, Callable[[], None]], SimulatedPagesPlanner | TransferredPages | None],
     ) -> None:
         self.times, self.cfg, self._clock, self._on_outputs = times, cfg, clock, on_outputs
         self.scheduler = Scheduler(cfg, VOCAB, times.keys)

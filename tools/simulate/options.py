@@ -15,14 +15,6 @@ Routing = Literal["cost", "events", "round_robin"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Pressure:
-    """Load of one instance: seconds of prompts to compute, and the used share of its cache or batch slots."""
-
-    queue_s: float
-    use: float
-
-
-@dataclasses.dataclass(frozen=True)
 class ScalingPolicy:
     """Checks the load every `period_s` and keeps between `min_instances` and `max_instances` running.
 
@@ -50,13 +42,16 @@ class ScalingPolicy:
                 f"{self.start_s} at least 0"
             )
 
-    def decide(self, pressures: Sequence[Pressure]) -> int:
-        """Returns the change in instances: 1, 0 or -1; `pressures` are those of the serving instances."""
+    def decide(self, pressures: Sequence[tuple[float, float]]) -> int:
+        """Returns the change in instances: 1, 0 or -1.
+
+        `pressures` are, of each serving instance, the seconds of prompts to compute, and the used share of its cache or
+        batch slots.
+        """
         count = len(pressures)
         if not count:
             return 1
-        queue = sum(each.queue_s for each in pressures) / count
-        use = sum(each.use for each in pressures) / count
+        queue, use = (sum(column) / count for column in zip(*pressures, strict=True))
         if queue > self.queue_s or use > self.use:
             return 1
         if count == 1:
@@ -95,8 +90,10 @@ class SimulateOptions:
     )
     warm_up: float = option(0.0, "Exclude requests and tokens before this second from the figures.", low=0, high=1e7)
     ramp_up: float = option(60.0, "Start the clients of --concurrency over this many seconds.", low=0, high=1e6)
-    prompt: float = option(4383.0, "Draw prompts of this mean length in tokens; default: DeepSeek's day.", low=1)
-    answer: float = option(1208.0, "Draw answers of this mean length in tokens.", low=1)
+    prompt: float = option(
+        4383.0, "Draw prompts of this mean length in tokens; default: DeepSeek's day.", low=1, high=2**31
+    )
+    answer: float = option(1208.0, "Draw answers of this mean length in tokens.", low=1, high=2**31)
     shared: float = option(0.56, "Draw this share of the prompts' tokens from common prefixes.", low=0, high=0.99)
     num_prefixes: int = option(256, "Draw them from this many prefixes, by Zipf's law.", low=1, high=10**6)
     max_model_len: int = option(32_768, "Limit prompt and answer together to this many tokens.", low=128, high=2**20)

@@ -14,7 +14,6 @@ import numpy as np
 from dsv3.engine.job import EngineView, Planned
 from dsv3.engine.jobs.pages import OpenedTiers, PagesCommand, PagesPlanner, page_buckets
 from dsv3.kv_cache.page_keys import Key
-from dsv3.kv_cache.tiers.counts import TierCounts
 from dsv3.kv_cache.tiers.host_pool import HostPool, blocks_within, host_pool_bytes
 from dsv3.kv_cache.tiers.tiers import Tiers
 from dsv3.scheduler.request import StepOutputs
@@ -145,7 +144,7 @@ class _PolledTiers(Tiers):
         """Returns at once."""
 
 
-class SimulatedPagesPlanner:
+class SimulatedPagesPlanner(PagesPlanner):
     """The engine's planner of page copies, over tiers in virtual time."""
 
     def __init__(
@@ -159,7 +158,7 @@ class SimulatedPagesPlanner:
     ) -> None:
         size = times.page_bytes
         host_pool = SimulatedHostPool(work, blocks_within(int(host_bytes), size), size)
-        self.tiers = _PolledTiers(
+        tiers = _PolledTiers(
             page_buckets(size),
             host_pool,
             store,
@@ -168,22 +167,14 @@ class SimulatedPagesPlanner:
             page_size=times.page_size,
             window_parts=-(-times.window_bytes // size),
         )
-        self._planner = PagesPlanner(view, OpenedTiers(self.tiers, None, None))
+        super().__init__(view, OpenedTiers(tiers, None, None))
         self._page = np.broadcast_to(np.zeros(1, np.uint8), (1, page_buckets(size)[-1], size))
 
-    def plan(self, step: list[Planned]) -> list[Planned]:
-        """Plans the copies of a step."""
-        return self._planner.plan(step)
-
-    def on_results(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
+    def on_results(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
         """Stores the pages that were copied off the devices in the tiers."""
         assert isinstance(planned.command, PagesCommand)
         copies = sum(len(copy.keys) for copy in planned.command.out)
-        self._planner.on_results(planned, (self._page,) * copies, outputs)
-
-    def counts(self) -> dict[str, TierCounts]:
-        """Returns the counters of each tier."""
-        return self.tiers.counts()
+        super().on_results(planned, (self._page,) * copies, outputs)
 
 
 def copy_seconds(command: PagesCommand, times: InstanceTimes) -> float:
@@ -228,7 +219,3 @@ class TransferredPages:
             )
             self._scheduler.begin_prefill(sequence)
         return []
-
-    def counts(self) -> dict[str, TierCounts]:
-        """Returns nothing: there are no tiers."""
-        return {}

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tools.plan.published_day import CHART, LOADS
-from tools.simulate.fleet import FleetConfig, InstanceGroup, SimulatedFleet, closed_loop, replay
+from tools.simulate.fleet import FleetConfig, SimulatedFleet, closed_loop, replay
 from tools.simulate.options import SimulateOptions
+from tools.simulate.pool import InstanceGroup
 from tools.simulate.record import RequestLog
 from tools.simulate.times import InstanceTimes, VirtualClock
-from tools.simulate.traffic import Lengths, Session, TracedRequest, TrafficError, draw_requests, open_loop, read_trace
+from tools.simulate.traffic import Session, TracedRequest, TrafficError, draw_requests, open_loop, read_trace
 
 _NUM_SNAPSHOTS = 240
 _TRACE_PERIOD_S = 15.0
@@ -26,8 +27,6 @@ class FleetSnapshot:
     at: float
     nodes: dict[str, int]
     use: dict[str, float]
-    queue_s: float
-    in_flight: int
     arrived: int
     output_tokens: int
 
@@ -39,15 +38,12 @@ def watch(fleet: SimulatedFleet, period: float) -> list[FleetSnapshot]:
     def take_snapshot() -> None:
         nodes: dict[str, int] = {}
         use: dict[str, float] = {}
-        queue = 0.0
-        for pool, group in fleet.pools:
-            role, up = group.times.role, [member.instance for member in pool.members if member.is_up]
-            nodes[role] = fleet.nodes(pool, group)
+        for pool in fleet.pools:
+            role, up = pool.group.times.role, [member.instance for member in pool.members if member.is_up]
+            nodes[role] = pool.nodes
             use[role] = sum(max(each.use) for each in up) / len(up)
-            if role != "decode":
-                queue = max(each.waiting_tokens / each.times.prompt_rate for each in up)
         record, now = fleet.record, fleet.clock.now
-        snapshots.append(FleetSnapshot(now, nodes, use, queue, fleet.in_flight, record.count, record.output_tokens))
+        snapshots.append(FleetSnapshot(now, nodes, use, record.count, record.output_tokens))
         fleet.clock.call_at(now + period, take_snapshot)
 
     fleet.clock.call_at(0.0, take_snapshot)
@@ -102,8 +98,7 @@ def _schedule_traffic(options: SimulateOptions, fleet: SimulatedFleet) -> None:
     if options.trace is not None:
         replay(fleet, _read_sessions(options), options.seconds)
         return
-    lengths = Lengths(options.prompt, options.answer, options.shared, options.num_prefixes)
-    requests = draw_requests(lengths, options.max_model_len, options.seed)
+    requests = draw_requests(options)
     assert options.seconds is not None
     if options.concurrency is not None:
         closed_loop(fleet, requests, options.concurrency, options.ramp_up, options.seconds)
@@ -142,21 +137,21 @@ def day_rate(seconds: float) -> Callable[[float], float]:
 def _fleet_figures(fleet: SimulatedFleet) -> dict[str, Any]:
     """Returns nodes, steps and hits by role and tier."""
     roles = {}
-    for pool, group in fleet.pools:
-        seconds, pool_totals = fleet.pool_totals(pool)
-        roles[group.times.role] = {
-            "times": group.times.name,
-            "nodes": seconds / max(fleet.clock.now, _LEAST_S) * group.times.nodes,
-            "gpus_per_node": group.times.gpus_per_node,
-            "steps": pool_totals.steps,
-            "busy": pool_totals.busy_s / max(seconds, _LEAST_S),
-            "decode_step_ms": pool_totals.decode_s / max(1, pool_totals.decode_steps) * 1e3,
-            "preemptions": pool_totals.preemptions,
-            "found_on_device": pool_totals.prefix_hits / max(1, pool_totals.prefix_queries),
+    for pool in fleet.pools:
+        times, (seconds, totals) = pool.group.times, pool.totals
+        roles[times.role] = {
+            "times": times.name,
+            "nodes": seconds / max(fleet.clock.now, _LEAST_S) * times.nodes,
+            "gpus_per_node": times.gpus_per_node,
+            "steps": totals.steps,
+            "busy": totals.busy_s / max(seconds, _LEAST_S),
+            "decode_step_ms": totals.decode_s / max(1, totals.decode_steps) * 1e3,
+            "preemptions": totals.preemptions,
+            "found_on_device": totals.prefix_hits / max(1, totals.prefix_queries),
         }
     tiers: dict[str, dict[str, float]] = {}
     for pages in fleet.pages:
-        for name, counts in pages.counts().items():
+        for name, counts in pages.stats().tiers.items():
             mine = tiers.setdefault(name, {"queries": 0, "hits": 0, "stored_bytes": 0, "evictions": 0})
             for field in mine:
                 mine[field] += getattr(counts, field)

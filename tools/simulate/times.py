@@ -8,15 +8,14 @@ import heapq
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from dsv3.config.engine import EngineConfig, pages_for
 from dsv3.config.model import PAGE_SIZE
 from dsv3.config.options import Role
+from tools.plan.deployment import Phase
 
-Kind = Literal["prefill", "decode"]
 KEYS = (0, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 """Keys per token for which the table has times; others are interpolated, or extrapolated, linearly."""
 
@@ -56,9 +55,9 @@ class InstanceTimes(msgspec.Struct, frozen=True, kw_only=True):
     prefill: dict[int, tuple[float, ...]]
     decode: dict[int, tuple[float, ...]] = {}
 
-    def seconds(self, kind: Kind, bucket: int, keys: float) -> float:
+    def seconds(self, phase: Phase, bucket: int, keys: float) -> float:
         """Returns the time of a step whose slowest rank attends to `keys` keys per token of the bucket."""
-        row = (self.prefill if kind == "prefill" else self.decode)[bucket]
+        row = (self.prefill if phase == "prefill" else self.decode)[bucket]
         i = min(bisect.bisect_right(KEYS, keys), len(KEYS) - 1) - 1
         share = (keys - KEYS[i]) / (KEYS[i + 1] - KEYS[i])
         return row[i] + share * (row[i + 1] - row[i])
@@ -85,11 +84,6 @@ class InstanceTimes(msgspec.Struct, frozen=True, kw_only=True):
             kv_offloading_size=offload_gib,
             role=self.role,
         )
-
-    @property
-    def token_bytes(self) -> float:
-        """Bytes of a token in the cache of all layers."""
-        return self.page_bytes / self.page_size
 
     def transfer_seconds(self, tokens: int) -> float:
         """Returns the seconds that the pages of a prompt, and a window page, take over one rank's link."""

@@ -9,7 +9,6 @@ ShareGPT's conversations (`.json`, or `.jsonl` with one per line) have text and 
 four bytes, as in the router.
 """
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -22,6 +21,7 @@ import msgspec
 import numpy as np
 
 from router.request import BYTES_PER_TOKEN
+from tools.simulate.options import SimulateOptions
 
 BLOCK = 512
 """Tokens of a block of a Mooncake trace."""
@@ -60,40 +60,24 @@ class Session(NamedTuple):
     requests: tuple[TracedRequest, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Lengths:
-    """Random requests: mean tokens of lognormal prompts and answers, and the share of prompts in common prefixes.
+def draw_requests(options: SimulateOptions) -> Iterator[TracedRequest]:
+    """Yields endless random requests, equal for equal seeds: lognormal prompts and answers of the given mean lengths.
 
-    A prompt begins with one of `num_prefixes` prefixes, by Zipf's law. Raises TrafficError for invalid values.
+    A prompt begins with a common prefix, by Zipf's law. Prompt and answer each have at most half of `max_model_len`.
     """
-
-    prompt: float
-    answer: float
-    shared: float = 0.0
-    num_prefixes: int = 256
-
-    def __post_init__(self) -> None:
-        for name in ("prompt", "answer", "num_prefixes"):
-            if not 1 <= getattr(self, name) < 2**31:
-                raise TrafficError(f"{name} {getattr(self, name)}: must be at least 1")
-        if not 0 <= self.shared < 1:
-            raise TrafficError(f"shared {self.shared}: must be at least 0 and below 1")
-
-
-def draw_requests(lengths: Lengths, longest: int, seed: int) -> Iterator[TracedRequest]:
-    """Yields endless random requests, equal for equal seeds; prompt and answer each have at most `longest // 2`."""
-    random = np.random.default_rng(seed)
+    random, longest = np.random.default_rng(options.seed), options.max_model_len
+    wanted = options.prompt * options.shared
     draw = functools.partial(_lognormal, random, longest // 2)
-    chances = 1 / np.arange(1, lengths.num_prefixes + 1)
+    chances = 1 / np.arange(1, options.num_prefixes + 1)
     # Popular prefixes dominate: scale their lengths so that the mean over prompts is the wanted one.
-    prefixes = draw(lengths.prompt * lengths.shared, lengths.num_prefixes)
+    prefixes = draw(wanted, options.num_prefixes)
     chances /= chances.sum()
-    wanted, found = lengths.prompt * lengths.shared, float(chances @ prefixes)
+    found = float(chances @ prefixes)
     prefixes = (prefixes * (wanted / found)).astype(int) if found else prefixes * 0
     for first in itertools.count(step=_SLICE):
-        chosen = random.choice(lengths.num_prefixes, _SLICE, p=chances).tolist()
-        own = draw(lengths.prompt * (1 - lengths.shared), _SLICE).astype(int)
-        answers = draw(lengths.answer, _SLICE).astype(int)
+        chosen = random.choice(options.num_prefixes, _SLICE, p=chances).tolist()
+        own = draw(options.prompt * (1 - options.shared), _SLICE).astype(int)
+        answers = draw(options.answer, _SLICE).astype(int)
         for i, (prefix, tokens, answer) in enumerate(zip(chosen, own.tolist(), answers.tolist(), strict=True)):
             shared = min(int(prefixes[prefix]), longest // 2 - 1)
             runs = (TokenRun(prefix, shared), TokenRun(-1 - first - i, max(1, min(tokens, longest // 2 - shared))))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dsv3.config.device_rates import peaks_of
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.executor import lay_out
 from dsv3.engine.jobs import JOB_KINDS
@@ -29,8 +30,7 @@ _log = logging.getLogger(__name__)
 _ROUNDS = 5
 _MOST_PLANS = 6
 _CPU_STACK_BYTES = 32 << 20
-_BYTES_PER_S = {"cpu": 2e10}
-_GPU_BYTES_PER_S = 2e12
+_CPU_BYTES_PER_S = 2e10
 _GROUP_ROWS = 512  # that each group of a prefill step is assumed to have
 
 
@@ -91,7 +91,8 @@ def _outcome(choice: PlanChoice, backend: Backend) -> Outcome | None:
     kernel = KERNELS[choice.kernel]
     case = kernel.case(choice, choice.default)
     operands = jax.jit(case.operands)(jax.random.key(0))
-    roof = case.bytes / _BYTES_PER_S.get(jax.default_backend(), _GPU_BYTES_PER_S)
+    device = jax.devices()[0]
+    roof = case.bytes / (_CPU_BYTES_PER_S if device.platform == "cpu" else peaks_of(device.device_kind).hbm)
     timers, tried = [], []
     for plan in plans:
         with _under(choice, plan), recording() as called:

@@ -15,13 +15,7 @@ from dsv3.engine.tuning import Tuning, made_for, write_tuning
 from dsv3.text.tokenizer import Tokenizer, TokenizerError
 from tools.tune.plans import recorded_choices, tune_plans
 from tools.tune.selection import Outcome
-from tools.tune.steps import (
-    decode_candidates,
-    prefill_candidates,
-    tune_chunk,
-    tune_drafts,
-    tune_sizes,
-)
+from tools.tune.steps import candidate_sizes, tune_chunk, tune_drafts, tune_sizes
 
 _log = logging.getLogger(__name__)
 _STEPS_SHARE = 0.6
@@ -124,7 +118,7 @@ def _affordable(
     Where all are too many, the smallest that are no default are left out; None where the defaults are too many.
     """
     cfg = components.cfg
-    decode, prefill = decode_candidates(cfg), prefill_candidates(cfg)
+    decode, prefill = candidate_sizes(cfg.decode_buckets, 1, 16), candidate_sizes(cfg.prefill_buckets, 32, 256)
     while _PROGRAMS_PER_SIZE * (len(decode) + len(prefill)) * program_seconds > seconds:
         both = sorted(((decode, cfg.decode_buckets), (prefill, cfg.prefill_buckets)), key=lambda each: -len(each[0]))
         spare = ((sizes, size) for sizes, default in both for size in sizes if size not in default)

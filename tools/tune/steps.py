@@ -146,16 +146,6 @@ def tune_chunk(components: EngineComponents) -> tuple[int, Outcome, float]:
     return chunks[at], Outcome("max_num_batched_tokens", str(most), str(chunks[at]), gained), each
 
 
-def decode_candidates(cfg: EngineConfig) -> list[int]:
-    """Returns the numbers of requests at which decode steps are timed."""
-    return _candidates(cfg.decode_buckets, 1, 16)
-
-
-def prefill_candidates(cfg: EngineConfig) -> list[int]:
-    """Returns the numbers of tokens at which prefill steps are timed."""
-    return _candidates(cfg.prefill_buckets, 32, 256)
-
-
 def tune_sizes(
     components: EngineComponents, decode: Sequence[int], prefill: Sequence[int]
 ) -> tuple[dict[str, str], list[Outcome]]:
@@ -232,7 +222,7 @@ def tune_drafts(components: EngineComponents, prompts: Sequence[list[int]]) -> t
     return {"speculative_config": chosen}, outcomes
 
 
-def _candidates(default: Sequence[int], first: int, halves_from: int) -> list[int]:
+def candidate_sizes(default: Sequence[int], first: int, halves_from: int) -> list[int]:
     """Returns the default sizes, the powers of two, and from `halves_from` on also the sizes half-way between them."""
     powers = list(itertools.takewhile(lambda size: size < default[-1], (first << i for i in range(31))))
     halves = [size * 3 // 2 for size in powers if halves_from <= size and size * 3 // 2 < default[-1]]

@@ -71,8 +71,8 @@ def test_the_longest_query_selects_the_form() -> None:
         (False, 2048, 4096, NEW),
         (True, 2048, 99_968, ABSORBED),
         (False, 2049, 2112, TOPK_MATERIALIZED),
-        (True, 12_160, 12_160, TOPK_MATERIALIZED),
-        (True, 4000, 12_224, TOPK),
+        (True, 10_880, 10_880, TOPK_MATERIALIZED),
+        (True, 4000, 10_944, TOPK),
         (False, 2049, form_selection.ANY_LENGTH, TOPK),
     ],
 )
@@ -89,10 +89,10 @@ def test_prompts_have_four_programs(has_context: bool, longest: int, keys: int, 
 def test_capacity_is_bounded_by_requests_and_micro_batches() -> None:
     """Few tokens do not pay for the keys of all."""
     long = functools.partial(layout, length=32_768)
-    assert [form_selection.capacity(long(), size, TOPK_MATERIALIZED) for size in (64, 1024, 4096)] == [0, 8320, 12_160]
+    assert [form_selection.capacity(long(), size, TOPK_MATERIALIZED) for size in (64, 1024, 4096)] == [0, 7552, 10_880]
     assert form_selection.prefill_forms(long(), 64) == [NEW, ABSORBED, TOPK]
     halves = form_selection.capacity(long(overlaps=lambda _: True), 4096, TOPK_MATERIALIZED)
-    assert halves == form_selection.capacity(long(), 2048, TOPK_MATERIALIZED) == 10_240
+    assert halves == form_selection.capacity(long(), 2048, TOPK_MATERIALIZED) == 9_216
     assert (
         form_selection.capacity(long(DEEPSEEK_V3), 4096, TOPK_MATERIALIZED)
         == form_selection.capacity(long(), 4096, TOPK)
@@ -165,7 +165,7 @@ def test_a_step_masks_only_where_all_its_tokens_fit(stops: list[list[int]]) -> N
     needed = max(sum(-(-stop // 64) * 64 for stop in mine) for mine in stops)
     found = form_selection.prefill_form(layout(length=32_768), 4096, True, command.longest, command.keys)
     assert command.keys == needed
-    assert (found is TOPK_MATERIALIZED) == (command.longest > 2048 and needed <= 12_160)
+    assert (found is TOPK_MATERIALIZED) == (command.longest > 2048 and needed <= 10_880)
 
 
 def noting(engine: Engine) -> list[tuple[str, int, int]]:

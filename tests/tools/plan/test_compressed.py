@@ -7,7 +7,7 @@ import pytest
 from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
 from configs.deployments import H200
 from dsv3.config.model import itemsizes
-from tools.plan.compressed import cache_reads, core_operations, product_elements, rows_seen
+from tools.plan.attention import cache_reads, core_operations, product_elements, rows_seen
 from tools.plan.deployment import PlannedBatch, kernel_rates
 from tools.plan.roofline import decode_roofline, decode_stages, prefill_stages, sparse_parts
 
@@ -36,9 +36,9 @@ def test_queries_of_a_prompt_see_their_own_part_of_it() -> None:
 
 
 def test_the_floor_counts_the_whole_model() -> None:
-    """Many requests on one GPU with all experts: 6.2 B weights that all tokens meet, 277 B of 4.25 bits, the head."""
+    """Many requests on one GPU with all experts: 6.2 B weights that all tokens meet, 277 B of 4.5 bits, the head."""
     floor = decode_roofline(MODEL, H200, 1024, 2**17, 256, "fp8")
-    assert floor.weights * 4.8e12 == pytest.approx(6.2e9 + 277.03e9 * 4.25 / 8 + 2 * 0.53e9, rel=5e-3)
+    assert floor.weights * 4.8e12 == pytest.approx(6.2e9 + 277.03e9 * 4.5 / 8 + 2 * 0.53e9, rel=5e-3)
     assert floor.cache * 4.8e12 == pytest.approx(1024 * 112e6, rel=0.02)
     assert floor.core * 989e12 == pytest.approx(1024 * core_operations(MODEL, 2**17))
 
@@ -53,13 +53,13 @@ def test_an_estimate_is_no_faster_than_its_floor() -> None:
 def test_few_rows_read_few_experts() -> None:
     """One row chooses 6 of 64 experts of a device, and none of them twice."""
     few, many = (decode_stages(MODEL, RATES, PlannedBatch(rows, 8192, 64))["experts"] for rows in (1, 128))
-    one = 25_165_824 * 4.25 / 8 / RATES.grouped_bandwidth
+    one = 25_165_824 * 4.5 / 8 / RATES.grouped_bandwidth
     assert few - 15e-6 == pytest.approx(6 * one, rel=0.05)
     assert many - 15e-6 == pytest.approx(64 * one, rel=0.01)
 
 
 def test_fp4_is_read_faster_and_multiplied_slower() -> None:
-    assert itemsizes(MODEL) == (4.25 / 8, 1) and itemsizes(FP8_EXPERTS) == (1, 1)
+    assert itemsizes(MODEL) == (4.5 / 8, 1) and itemsizes(FP8_EXPERTS) == (1, 1)
     few, prompt = PlannedBatch(16, 8192, 64, cache_dtype="fp8"), PlannedBatch(4096, 4096, 64, min_keys=0.0)
     assert decode_stages(MODEL, RATES, few)["experts"] < decode_stages(FP8_EXPERTS, RATES, few)["experts"]
     assert prefill_stages(MODEL, RATES, prompt)["experts"] == 2 * prefill_stages(FP8_EXPERTS, RATES, prompt)["experts"]
@@ -70,10 +70,20 @@ def test_devices_of_a_rank_share_heads_and_not_entries() -> None:
         sparse_parts(MODEL, RATES, PlannedBatch(256, 2**16, 64, split=n, cache_dtype="fp8")) for n in (1, 4)
     )
     assert alone is not None and split is not None
-    assert (split.scores, split.choice, split.copies, split.pooling) == (
-        alone.scores, alone.choice, alone.copies, alone.pooling
-    )  # fmt: skip
+    assert (split.scores, split.choice, split.pooling) == (alone.scores, alone.choice, alone.pooling)
     assert split.attention < alone.attention
+
+
+def test_long_lists_are_attended_to_for_groups_of_queries() -> None:
+    """4,096 queries whose page tables hold 2^20 tokens: 1 MiB of scores each, and 8 shares of 64 heads' sums.
+
+    A layer that chooses launches three kernels for each of 16 groups, one that sees all two for each of 17, and a
+    compressor two: 42 of these are in layers that choose. The kernel reads rows where they are.
+    """
+    parts = sparse_parts(MODEL, RATES, PlannedBatch(4096, 4352, 64, min_keys=0.0, cache_dtype="fp8"))
+    assert parts is not None and parts.copies == 0
+    assert pytest.approx(248, abs=1) == 256 * 2**20 / (4 * (8320 + 8 * 64 * 513))
+    assert parts.launches == pytest.approx((21 * 16 * 3 + 20 * 17 * 2 + 2 + (42 + 20) * 2) / 43 * 3e-6)
 
 
 def test_indexers_and_compressors_are_the_rest_of_attention() -> None:
@@ -95,6 +105,6 @@ def test_devices_that_divide_pages_read_their_share() -> None:
     batch = PlannedBatch(4, 2**20, 64, split=8, cache_dtype="fp8")
     whole, share = (sparse_parts(MODEL, RATES, dataclasses.replace(batch, context_split=n)) for n in (1, 8))
     assert whole is not None and share is not None
-    assert whole.scores == pytest.approx(8 * share.scores) and whole.copies == pytest.approx(8 * share.copies)
+    assert whole.scores == pytest.approx(8 * share.scores)
     assert whole.choice / 8 < share.choice < whole.choice / 4
     assert share.attention < whole.attention and share.pooling == whole.pooling

@@ -3,7 +3,9 @@
 import dataclasses
 import io
 import json
+from typing import Any
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -20,7 +22,12 @@ from configs.deployments import (
     V4_PRO_16XH200,
     V4_PRO_16XH200_TP8,
 )
+from dsv3.engine.memory import local_bytes
+from pallas_kernels import bodies
 from tools.plan.deployment import Deployment, DeploymentError
+from tools.plan.memory import memory_of
+from tools.plan.plan import step_roofline
+from tools.plan.programs import compile_step, lay_out
 from tools.plan.uncompiled import UncompiledPlan, mixed_rate, uncompiled_plan
 from tools.plan.uncompiled_report import as_json, cache_pages, render
 
@@ -42,12 +49,30 @@ def plan(deployment: Deployment, **changes) -> UncompiledPlan:
     ids=lambda value: getattr(value, "name", None),
 )
 def test_weights_of_a_gpu(deployment: Deployment, fp4: float, fp8: float) -> None:
-    """Dense weights replicated, experts spread. Here GPUs also share the vocabulary, and a projection is bfloat16."""
-    for mode, expected in (("keep", fp4), ("fp8", fp8)):
+    """Dense weights replicated, experts spread. The expected bytes are those of files.
+
+    Here GPUs also share the vocabulary, a projection is bfloat16, and a scale of FP4 experts has two bytes, not one.
+    """
+    for mode, expected in (("keep", fp4 + 277.03e9 / 32 / deployment.devices), ("fp8", fp8)):
         memory = plan(deployment, fp4=mode).memory
         whole = 2 * 2 * 129280 * 4096 - memory.weights["embedding and head"]
         in_bf16 = 43 * 33_554_432
         assert memory.account.weights + whole - in_bf16 == pytest.approx(expected, rel=3e-3)
+
+
+@pytest.mark.aot
+def test_a_step_with_fp4_experts_compiles_and_has_the_planned_bytes() -> None:
+    """One layer that chooses entries, of the published widths: its arguments are the weights and the cache."""
+    compressed = dataclasses.replace(WITHOUT_MODULE.compressed, ratios=(4,))  # type: ignore[type-var]
+    model = dataclasses.replace(WITHOUT_MODULE, num_hidden_layers=1, num_hash_layers=0, compressed=compressed)
+    planned = lay_out(model, dataclasses.replace(V4_FLASH_4XH200, prefill_tokens=0))
+    with bodies.left_out():
+        [compiled] = compile_step(planned, "decode")
+    assert "fp4_grouped_gemm" in compiled.text
+    held = planned.params, planned.layout.pages, planned.layout.state
+    computed = sum(local_bytes(leaf) for leaf in jax.tree.leaves(held))
+    assert 0 <= compiled.arguments - computed < 1e6
+    assert memory_of(planned).account.weights == sum(local_bytes(leaf) for leaf in jax.tree.leaves(planned.params))
 
 
 @pytest.mark.aot
@@ -114,6 +139,17 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
 
 @pytest.mark.aot
+def test_the_floor_sends_rows_over_the_links_that_there_are() -> None:
+    """NVLink in one node, the network between several, nothing where each GPU has all experts."""
+    rows = 43 * 64 * 6 * (4096 + 128 + 2 * 4096)
+    for changes, rate in (({}, 360e9), ({"nodes": 2}, 50e9), ({"expert_parallel": False, "gpus_per_node": 1}, None)):
+        decode_only: dict[str, Any] = {"prefill_tokens": 0, "decode_requests": 64} | changes
+        planned = lay_out(WITHOUT_MODULE, dataclasses.replace(V4_FLASH_4XH200, **decode_only))
+        floor = step_roofline(planned, "decode", 1)
+        assert floor is not None and floor.wire == pytest.approx(rows / rate if rate else 0)
+
+
+@pytest.mark.aot
 def test_prompts_and_answers_together() -> None:
     """A token of each of 64 requests takes a step, and the 512 prompt tokens that belong to them a share of another."""
     found = plan(V4_FLASH_4XH200)
@@ -153,7 +189,8 @@ def test_dspark_adds_stages_and_a_block_per_request() -> None:
 
     plain, found = planned(), planned(speculative_config=drafts, acceptance=0.8)
     added = found.memory.account.weights - plain.memory.account.weights
-    assert added == pytest.approx(10.9e9 * 64 / 256, rel=0.2)  # experts are spread over 4 devices, the rest is not
+    experts = 3 * 256 * 25_165_824  # spread over 4 devices; the rest of 10.9 GB in files is not
+    assert added == pytest.approx(experts * 4.5 / 8 / 4 + 10.9e9 - experts * 4.25 / 8, rel=0.02)
     assert found.memory.account.page == plain.memory.account.page, "stages see a window alone"
     prefill, decode = found.step("prefill"), found.step("decode")
     assert prefill is not None and decode is not None

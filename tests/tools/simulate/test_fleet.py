@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import EngineRequest, PreparedRequest, RequestRules, prepare
 from tests.tools.simulate.tables import HOST, decode_s, prefill_s, table
-from tools.simulate.fleet import FleetConfig, FleetConfigError, InstanceGroup, SimulatedFleet, closed_loop, replay
-from tools.simulate.options import Pressure, ScalingPolicy, SimulateOptions
+from tools.simulate.fleet import FleetConfig, FleetConfigError, SimulatedFleet, closed_loop, replay
+from tools.simulate.options import ScalingPolicy, SimulateOptions
+from tools.simulate.pool import InstanceGroup
 from tools.simulate.prompts import VOCAB, SimulatedRequest, page_keys, prepare_request
 from tools.simulate.record import RequestLog
 from tools.simulate.simulation import simulate
@@ -64,7 +65,7 @@ def test_prefill_transfers_whole_pages_and_decode_computes_the_rest() -> None:
 def test_a_prompt_of_less_than_a_page_skips_the_prefill_instance() -> None:
     fleet = run_sessions(PAIR, Session(0.0, (traced(40, 1),)))
     assert fleet.record.first[0] == pytest.approx(prefill_s(64, 40 * 20 / 64))
-    [(_, idle), _] = [fleet.pool_totals(pool) for pool, _ in fleet.pools]
+    _, idle = fleet.pools[0].totals
     assert idle.steps == 0
 
 
@@ -190,7 +191,7 @@ def test_every_request_ends_once_with_all_its_tokens(world) -> None:
     assert sorted(record.tokens[: record.count][record.answered[: record.count]].tolist()) == whole
     assert record.output_tokens == sum(whole)
     assert record.ends["too long"] == sum(a.prompt >= 1024 for a in requests)
-    for pool, _ in fleet.pools:
+    for pool in fleet.pools:
         for member in pool.members:
             assert (member.load.requests, member.load.held, member.load.prefill) == (0, 0, 0.0)
             assert member.instance.is_idle
@@ -225,7 +226,7 @@ def test_a_closed_loop_keeps_its_concurrency() -> None:
     fleet = SimulatedFleet(FleetConfig(InstanceGroup(table(seqs=16, pages=256), 1)), VirtualClock(), RequestLog(5.0))
     closed_loop(fleet, (traced(64, 20, i) for i in itertools.count()), 10, 1.0, 25.0)
     fleet.clock.run(25.0)
-    assert fleet.in_flight == 10
+    assert len(fleet.active) == 10
     figures = fleet.record.figures(25.0)
     assert figures["requests_per_second"] * figures["e2e_ms"]["mean"] / 1e3 == pytest.approx(10, rel=0.02)
 
@@ -240,11 +241,10 @@ def test_a_full_pair_reaches_the_throughput_of_its_table() -> None:
     )
     closed_loop(fleet, (traced(300, 40 + i % 41, i) for i in itertools.count()), 64, 2.0, 15.0)
     fleet.clock.run(15.0)
-    _, (pool, _) = fleet.pools
-    _, pool_totals = fleet.pool_totals(pool)
+    _, totals = fleet.answering.totals
     expected = decode_s(16, 300 + 60 / 2)
-    assert pool_totals.decode_s / pool_totals.decode_steps == pytest.approx(expected, rel=0.05)
-    most = 32 * pool_totals.steps / pool_totals.busy_s  # busy with partial pages of prompts, too
+    assert totals.decode_s / totals.decode_steps == pytest.approx(expected, rel=0.05)
+    most = 32 * totals.steps / totals.busy_s  # busy with partial pages of prompts, too
     # Requests that wait for the batched prefill of partial pages occupy batch slots without producing tokens.
     assert 0.85 * most < fleet.record.figures(15.0)["output_tokens_per_second"] < 1.01 * most
 
@@ -258,7 +258,7 @@ def test_host_memory_restores_evicted_pages() -> None:
     assert without.record.cached[12:48].sum() == 0
     assert with_host.record.cached[12:48].tolist() == [512] * 36
     [pages] = with_host.pages
-    assert pages.counts()["host"].hits == 36 * 512
+    assert pages.stats().tiers["host"].hits == 36 * 512
     wait, less = (fleet.record.first[40] - fleet.record.arrived[40] for fleet in (without, with_host))
     assert less < wait
 
@@ -269,30 +269,28 @@ def test_instances_read_each_others_pages_from_a_store() -> None:
     )
     fleet = run_sessions(config, *(Session(2.0 * i, (traced(520, 1),)) for i in range(3)))
     assert fleet.record.cached[:3].tolist() == [0, 512, 512]
-    assert sum(pages.counts()["store"].hits for pages in fleet.pages) == 512
+    assert sum(pages.stats().tiers["store"].hits for pages in fleet.pages) == 512
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 1.5)), min_size=1, max_size=8))
 def test_a_scaling_policy_does_not_oscillate(values) -> None:
     """After an instance is removed, the others' load does not add one again."""
-    policy, pressures = ScalingPolicy(), [Pressure(*each) for each in values]
-    if policy.decide(pressures) < 0:
-        share = len(pressures) / (len(pressures) - 1)
-        left = [Pressure(p.queue_s * share, p.use * share) for p in pressures]
-        mean = Pressure(*(sum(getattr(p, f) for p in left) / len(left) for f in ("queue_s", "use")))
-        assert policy.decide([mean] * (len(left) - 1)) <= 0
+    policy, left = ScalingPolicy(), len(values) - 1
+    if policy.decide(values) < 0:
+        queue_s, use = (sum(column) / left for column in zip(*values, strict=True))
+        assert policy.decide([(queue_s, use)] * left) <= 0
 
 
 def test_instances_are_added_under_load_and_removed_after_it() -> None:
     policy = ScalingPolicy(queue_s=0.5, period_s=1.0, start_s=2.0, scale_down_checks=3, max_instances=4)
     crowd = [Session(20 + 0.05 * i, (traced(200, 20, i),)) for i in range(400)]
     fleet = run_sessions(FleetConfig(InstanceGroup(BOTH, 1, policy)), *crowd, Session(200.0, (traced(64, 1),)))
-    [(pool, group)] = fleet.pools
-    seconds, _ = fleet.pool_totals(pool)
+    [pool] = fleet.pools
+    seconds, _ = pool.totals
     assert len(pool.members) == 1
     assert 1.2 < seconds / fleet.clock.now < 3
     assert fleet.record.ends["answered"] == 401
-    assert group.times.nodes == 2
+    assert pool.nodes == 2
 
 
 def test_the_host_is_counted_once_in_a_step_of_two_programs() -> None:

@@ -14,11 +14,10 @@ from configs.deployments import DECODE_EP144, PREFILL_EP32, V4_FLASH_4XH200
 from dsv3.engine.device.programs import Key
 from dsv3.model.vocabulary import WHOLE
 from tests.tools.plan.test_timeline import BYTES, EXPERTS, RATES, TRIPS, program_text
-from tools.plan.deployment import Deployment, DeploymentError
-from tools.plan.plan import StepPlan, step_plan
-from tools.plan.programs import CompiledProgram, Phase, PlannedModel, Run, engine_config
+from tools.plan.deployment import Deployment, DeploymentError, Phase
+from tools.plan.plan import StepPlan, program_seconds, step_plan
+from tools.plan.programs import CompiledProgram, PlannedModel, Run, engine_config
 from tools.plan.roofline import TRANSFER_S
-from tools.plan.simulated import SimulatedProgram
 from tools.plan.uncompiled import uncompiled_plan
 from tools.plan.uncompiled_report import cache_pages
 from tools.simulate.from_plan import compute_times, table, times_digest
@@ -45,18 +44,18 @@ def plan(phase: Phase, deployment: Deployment, tokens: int) -> StepPlan:
 
 
 def test_the_plans_batch_takes_the_plans_time() -> None:
-    program = SimulatedProgram(laid_out(DECODE_EP144), compiled("decode", 128))
+    seconds = program_seconds(laid_out(DECODE_EP144), compiled("decode", 128))
     at_plan = plan("decode", dataclasses.replace(DECODE_EP144, context_length=4096), 128)
-    [times] = table(program.seconds, [128]).values()
+    [times] = table(seconds, [128]).values()
     assert times[4] == pytest.approx(at_plan.seconds)
     whole = PREFILL_EP32.prefill_tokens
-    program = SimulatedProgram(laid_out(PREFILL_EP32), compiled("prefill", whole))
+    seconds = program_seconds(laid_out(PREFILL_EP32), compiled("prefill", whole))
     at_plan = plan("prefill", dataclasses.replace(PREFILL_EP32, context_length=4096), whole)
-    assert table(program.seconds, [whole])[whole][3] == pytest.approx(at_plan.seconds)  # 2,048 keys at the mean
+    assert table(seconds, [whole])[whole][3] == pytest.approx(at_plan.seconds)  # 2,048 keys at the mean
 
 
 def test_smaller_buckets_send_less_and_more_keys_are_not_faster() -> None:
-    small, whole = table(SimulatedProgram(laid_out(DECODE_EP144), compiled("decode", 128)).seconds, [16, 128]).values()
+    small, whole = table(program_seconds(laid_out(DECODE_EP144), compiled("decode", 128)), [16, 128]).values()
     assert all(a <= b for a, b in zip(small, whole, strict=True))
     assert list(whole) == sorted(whole)
     sent = TRIPS * BYTES / 2 / RATES.dispatch_link
@@ -66,8 +65,8 @@ def test_smaller_buckets_send_less_and_more_keys_are_not_faster() -> None:
 
 def test_a_small_prefill_takes_the_time_to_read_its_weights() -> None:
     """64 tokens take more than a 256th of the time of 16,384: each layer's experts are read."""
-    program = SimulatedProgram(laid_out(PREFILL_EP32), compiled("prefill", 16_384))
-    few, many = table(program.seconds, [64, 16_384]).values()
+    seconds = program_seconds(laid_out(PREFILL_EP32), compiled("prefill", 16_384))
+    few, many = table(seconds, [64, 16_384]).values()
     assert few[0] > SLOW * many[0] * 64 / 16_384
 
 

@@ -1,5 +1,6 @@
 """Traces and drawn requests, and errors with file and line."""
 
+import dataclasses
 import itertools
 import json
 
@@ -9,8 +10,9 @@ from tests.tools.simulate.tables import prefill_s, table
 from tools.simulate.options import SimulateOptions
 from tools.simulate.simulation import day_rate
 from tools.simulate.times import TimesError, read_times, write_times
-from tools.simulate.traffic import Lengths, TokenRun, TrafficError, draw_requests, open_loop, read_trace
+from tools.simulate.traffic import TokenRun, TrafficError, draw_requests, open_loop, read_trace
 
+DRAWN = SimulateOptions(instances="x", request_rate=1.0, seconds=60.0)
 MOONCAKE = {"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [4, 5, 9]}
 TALK = {"conversations": [{"from": "human", "value": "x" * 400}, {"from": "gpt", "value": "y" * 80}] * 2}
 
@@ -63,19 +65,20 @@ def test_invalid_traces_are_refused(tmp_path, name, text, message) -> None:
 
 
 def test_drawn_requests_have_the_given_means() -> None:
-    requests = list(itertools.islice(draw_requests(Lengths(2000, 300, 0.5, 64), 32_768, 0), 4000))
+    options = dataclasses.replace(DRAWN, prompt=2000.0, answer=300.0, shared=0.5, num_prefixes=64)
+    requests = list(itertools.islice(draw_requests(options), 4000))
     assert sum(each.prompt for each in requests) / 4000 == pytest.approx(2000, rel=0.05)
     assert sum(each.answer for each in requests) / 4000 == pytest.approx(300, rel=0.05)
     shared = sum(each.content[0].tokens for each in requests if len(each.content) == 2)
     assert shared / sum(each.prompt for each in requests) == pytest.approx(0.5, rel=0.05)
-    assert requests == list(itertools.islice(draw_requests(Lengths(2000, 300, 0.5, 64), 32_768, 0), 4000))
+    assert requests == list(itertools.islice(draw_requests(options), 4000))
 
 
 def test_an_open_loop_follows_the_day() -> None:
     """The published day has 278 nodes at its peak and 68 at its lowest: traffic is in proportion."""
     rate = day_rate(240.0)
     assert rate(10.0) / rate(180.0) == pytest.approx(278 / 68, rel=0.01)
-    times = [s.at for s in itertools.islice(open_loop(draw_requests(Lengths(9, 9), 128, 0), rate, 2.0, 0), 200)]
+    times = [session.at for session in itertools.islice(open_loop(draw_requests(DRAWN), rate, 2.0, 0), 200)]
     assert times == sorted(times)
 
 
@@ -96,7 +99,7 @@ def test_an_open_loop_follows_the_day() -> None:
 )
 def test_invalid_options_are_refused(change, message) -> None:
     with pytest.raises(ValueError, match=message):
-        SimulateOptions(**{"instances": "x", "request_rate": 1.0, "seconds": 60.0} | change)
+        dataclasses.replace(DRAWN, **change)
 
 
 def test_a_table_is_read_back(tmp_path) -> None:

@@ -11,31 +11,33 @@ if TYPE_CHECKING:
     from tools.plan.deployment import Deployment
 
 MODELS = {
-    "deepseek_v3": "DEEPSEEK_V3",
-    "deepseek_v31": "DEEPSEEK_V31",
-    "deepseek_v32": "DEEPSEEK_V32",
-    "deepseek_v4_flash": "DEEPSEEK_V4_FLASH",
-    "deepseek_v4_flash_0731": "DEEPSEEK_V4_FLASH_0731",
-    "deepseek_v4_pro": "DEEPSEEK_V4_PRO",
-    "deepseek_v4_pro_0813": "DEEPSEEK_V4_PRO_0813",
-    "deepseek_v2": "DEEPSEEK_V2",
-    "deepseek_v2_lite": "DEEPSEEK_V2_LITE",
-    "kimi_k2": "KIMI_K2",
-    "kimi_k2_thinking": "KIMI_K2_THINKING",
-    "kimi_k25": "KIMI_K25",
-    "moonlight": "MOONLIGHT_16B_A3B",
-    "glm_4_7_flash": "GLM_4_7_FLASH",
-    "glm_5": "GLM_5",
-    "mistral_large_3": "MISTRAL_LARGE_3",
-    "mistral_small_4": "MISTRAL_SMALL_4",
-    "axk1": "AXK1",
+    "deepseek_v3": ("deepseek_v3", "DEEPSEEK_V3"),
+    "deepseek_v31": ("deepseek_v3", "DEEPSEEK_V31"),
+    "deepseek_v32": ("deepseek_v3", "DEEPSEEK_V32"),
+    "deepseek_v4_flash": ("deepseek_v4", "DEEPSEEK_V4_FLASH"),
+    "deepseek_v4_flash_0731": ("deepseek_v4", "DEEPSEEK_V4_FLASH_0731"),
+    "deepseek_v4_pro": ("deepseek_v4", "DEEPSEEK_V4_PRO"),
+    "deepseek_v4_pro_0813": ("deepseek_v4", "DEEPSEEK_V4_PRO_0813"),
+    "deepseek_v2": ("deepseek_v2", "DEEPSEEK_V2"),
+    "deepseek_v2_lite": ("deepseek_v2", "DEEPSEEK_V2_LITE"),
+    "kimi_k2": ("kimi", "KIMI_K2"),
+    "kimi_k2_thinking": ("kimi", "KIMI_K2_THINKING"),
+    "kimi_k25": ("kimi", "KIMI_K25"),
+    "moonlight": ("kimi", "MOONLIGHT_16B_A3B"),
+    "glm_4_7_flash": ("glm", "GLM_4_7_FLASH"),
+    "glm_5": ("glm", "GLM_5"),
+    "mistral_large_3": ("mistral", "MISTRAL_LARGE_3"),
+    "mistral_small_4": ("mistral", "MISTRAL_SMALL_4"),
+    "axk1": ("axk1", "AXK1"),
 }
+"""By the name of a published model: its module in `configs`, and the constant there."""
 
 
 def model(name: str) -> "ModelConfig":
     """Returns a model's configuration by its name or directory; raises UsageError if there is none."""
     if name in MODELS:
-        return getattr(importlib.import_module(f"configs.{name}"), MODELS[name])
+        module, constant = MODELS[name]
+        return getattr(importlib.import_module(f"configs.{module}"), constant)
     from dsv3.config.hugging_face import ConfigError, has_config, load_config
 
     if not has_config(name):

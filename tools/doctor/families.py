@@ -7,13 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
-from configs.deepseek_v3 import DEEPSEEK_V3
-from configs.deepseek_v32 import DEEPSEEK_V32
-from configs.glm_4_7_flash import GLM_4_7_FLASH
-from configs.glm_5 import GLM_5
-from configs.kimi_k2_thinking import KIMI_K2_THINKING
-from configs.mistral_small_4 import MISTRAL_SMALL_4
+from configs.deepseek_v2 import DEEPSEEK_V2_LITE
+from configs.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V32
+from configs.glm import GLM_4_7_FLASH, GLM_5
+from configs.kimi import KIMI_K2_THINKING
+from configs.mistral import MISTRAL_SMALL_4
 from dsv3.checkpoint.quantize import abstract_int4, is_int4, rounding
 from dsv3.config.model import ModelConfig
 from dsv3.model.params import Int4Weight, Params, ParamSpec, declare, initialize

@@ -18,9 +18,6 @@ from router.policy import InFlightPrompts, InstanceLoad, cost_of
 from router.request import Prompt
 
 DEFAULT_CONCURRENCY = 64
-Tls = ssl.SSLContext | None
-"""Certificate authorities for https://; None: those of the system."""
-
 _BACKOFF_S = 1.0, 30.0
 _FAILURES = 3
 _MAX_HEALTH_BYTES = 2**16
@@ -104,17 +101,21 @@ class CircuitBreaker:
 class Instance:
     """One instance. `status` is what /health reports ("ok" where it is healthy), or "unknown", "gone" or "silent".
 
-    `version` is what it has named in /v1/models since it came up, "" where it names none.
+    `version` is what it has named in /v1/models since it came up, "" where it names none. `tls` has the certificate
+    authorities for https:// in place of the system's.
     """
 
-    def __init__(self, url: str, api_key: str | None, concurrency: int | None, health_s: float, tls: Tls = None):
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        concurrency: int | None,
+        health_s: float,
+        tls: ssl.SSLContext | None = None,
+    ):
         self.url, self.status, self.version = url, "unknown", ""
-        self.load, self.sent, self.in_flight, self.breaker = (
-            InstanceLoad(),
-            SentPages(),
-            InFlightPrompts(),
-            CircuitBreaker(),
-        )
+        self.load, self.sent = InstanceLoad(), SentPages()
+        self.in_flight, self.breaker = InFlightPrompts(), CircuitBreaker()
         self.lease_until: float | None = None  # of a monotonic clock; None: no lease
         self.listener: Listener | None = None
         self._address = Address.parse(url)
@@ -136,6 +137,11 @@ class Instance:
         """Whether it is healthy and has not left."""
         return self.status == "ok" and self.is_leased(time.monotonic())
 
+    @property
+    def is_reachable(self) -> bool:
+        """Whether a process answers there, as far as is known, though it may not be healthy, and has not left."""
+        return self.status not in ("gone", "silent") and self.is_leased(time.monotonic())
+
     def is_leased(self, now: float) -> bool:
         """Returns whether its lease has not ended."""
         return self.lease_until is None or now < self.lease_until
@@ -151,7 +157,7 @@ class Instance:
         A salted prompt finds its tenant's pages only, and events name no tenant: there the smaller of both counts.
         """
         sent = self.sent.overlap(prompt.keys)
-        if self.listener is None or not self.listener.is_live or prompt.token_keys is None:
+        if self.listener is None or not self.publishes_events or prompt.token_keys is None:
             return sent
         cached = self.listener.cached.overlap(prompt.token_keys)
         return min(cached, sent) if prompt.is_salted else max(cached, self.in_flight.overlap(prompt.keys))
@@ -168,7 +174,7 @@ class Instance:
 
     @contextlib.asynccontextmanager
     async def post_stream(self, path: str, body: Body, headers: dict[str, str]) -> AsyncIterator[StreamedResponse]:
-        """Sends a POST over a connection of its own and yields the response, whatever its status; raises Broken."""
+        """Sends a POST over a new connection and yields the response, whatever its status; raises InstanceFailed."""
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with self._cancelable():
@@ -182,7 +188,7 @@ class Instance:
             yield found
 
     async def chunks(self, response: StreamedResponse) -> AsyncIterator[bytes]:
-        """Yields the body of a StreamedResponse as it comes; raises Broken."""
+        """Yields the body of a StreamedResponse as it comes; raises InstanceFailed."""
         chunks = response.pieces()
         while True:
             try:
@@ -195,7 +201,7 @@ class Instance:
             yield chunk
 
     async def read(self, response: StreamedResponse, limit: int) -> bytes:
-        """Returns the body of a StreamedResponse; raises Broken, also for more than `limit` bytes."""
+        """Returns the body of a StreamedResponse; raises InstanceFailed, also for more than `limit` bytes."""
         body = bytearray()
         async for chunk in self.chunks(response):
             body += chunk
@@ -267,9 +273,9 @@ class Instance:
             self.listener.start()
 
     @contextlib.asynccontextmanager
-    async def _cancelable(self, seconds: float | None = None) -> AsyncIterator[None]:
-        """Raises TimeoutError inside the `async with` when the instance falls silent, or after `seconds`."""
-        async with asyncio.timeout(seconds) as wait:
+    async def _cancelable(self) -> AsyncIterator[None]:
+        """Raises TimeoutError inside the `async with` when the instance falls silent."""
+        async with asyncio.timeout(None) as wait:
             self._reading.add(wait)
             try:
                 yield

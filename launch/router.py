@@ -15,10 +15,11 @@ import sys
 import uvloop
 
 from dsv3.config.server_options import ServerOptions
+from dsv3.files import read_api_key
 from dsv3.server.http.api_server import bind
 from dsv3.server.tenants import Tenant, load_tenants
 from launch import cli, flags
-from router.app import instance_key, serve
+from router.app import serve
 from router.options import RouterOptions
 
 cli.define(RouterOptions)
@@ -45,7 +46,9 @@ def main() -> int:
 
 def _keys(options: RouterOptions) -> tuple[tuple[Tenant, ...], str | None]:
     try:
-        return load_tenants(ServerOptions(api_key_file=options.api_key_file)), instance_key(options)
+        path = options.instance_api_key_file
+        own = None if path is None else read_api_key(path, "instance_api_key_file")
+        return load_tenants(ServerOptions(api_key_file=options.api_key_file)), own
     except ValueError as error:
         raise flags.UsageError(f"--{error}") from None
 

@@ -23,7 +23,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsv3.config.server_options import ServerOptions
-from dsv3.files import read_api_key
 from dsv3.http_client import RequestFailed
 from dsv3.server.config import Deadlines
 from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, tenant_of
@@ -113,19 +112,14 @@ def make_app(site: RouterSite, host: str) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
     admitted = Admit(app, lambda _: site.fleet.metrics.requests.labels("503").inc())
-    if site.tenants.all:
-        return _ExceptRegistration(RequireKey(admitted, site.tenants), admitted)
-    return RequireLocalName(admitted, host) if is_loopback(host) else admitted
+    if not site.tenants.all:
+        return RequireLocalName(admitted, host) if is_loopback(host) else admitted
+    guarded = RequireKey(admitted, site.tenants)
 
+    async def except_registration(scope: Scope, receive: Receive, send: Send) -> None:
+        await (admitted if scope["path"] == REGISTER else guarded)(scope, receive, send)
 
-class _ExceptRegistration:
-    """ASGI middleware that leaves the key of registrations to their route."""
-
-    def __init__(self, guarded: ASGIApp, bare: ASGIApp):
-        self._guarded, self._bare = guarded, bare
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await (self._bare if scope["path"] == REGISTER else self._guarded)(scope, receive, send)
+    return except_registration
 
 
 def _http_error(http: Request, error: Exception) -> Response:
@@ -291,12 +285,6 @@ def _response(reply: InstanceReply) -> Response:
     if reply.timing is not None:
         headers["server-timing"] = reply.timing
     return Response(reply.content, reply.status, headers)
-
-
-def instance_key(options: RouterOptions) -> str | None:
-    """Reads the key that the instances require; raises ValueError, whose text has no part of it."""
-    path = options.instance_api_key_file
-    return None if path is None else read_api_key(path, "instance_api_key_file")
 
 
 def maker(options: RouterOptions, api_key: str | None) -> Make:

@@ -24,7 +24,7 @@ from router.instance import Booking, Instance, InstanceFailed
 from router.members import Pool
 from router.options import RouterOptions
 from router.request import MAX_PAGES, PAGE_TOKENS, RESUMABLE, TOKENIZED, ParsedRequest, Prompt
-from router.stream import ErrorEvent, Events, RelayedStream, UnreadableStream
+from router.stream import Events, RelayedStream
 
 MAX_DEATHS = 2
 """Instances that may die while they serve a request, before the request is taken for the cause."""
@@ -336,7 +336,7 @@ class Relay:
         """Relays a stream and records its tokens; resumes behind those of earlier attempts."""
         relayed.reset()
         instance, events = booking.instance, Events()
-        body = self._request.resume_body(relayed.tokens, self._transfer_to(instance))
+        body = self._request.body(self._transfer_to(instance), relayed.tokens)
         async with instance.post_stream(self._request.path, body, self._headers) as response:
             if response.status != 200:
                 reply = await _refusal(instance, response)
@@ -359,12 +359,12 @@ class Relay:
                 if lines:
                     self._has_sent = True
                     await send(b"".join(lines))
-        except (UnreadableStream, RequestFailed) as error:
+        except RequestFailed as error:
             raise InstanceFailed(str(error)) from None
-        except ErrorEvent as failure:
-            if not failure.is_ours:
-                raise failure.error from None
-            raise InstanceFailed(str(failure), error=failure.error) from None
+        except ApiError as error:
+            if error.body.type != "server_error":  # another instance would refuse the request, too
+                raise
+            raise InstanceFailed(str(error), error=error) from None
 
     async def _prefilled(self, pool: Pool) -> Mapping[str, Any] | None:
         """Prefills the prompt; returns its kv_transfer_params, None where the answering instance has to compute it."""
@@ -398,13 +398,13 @@ class Relay:
         if reply.status != 200:
             return None
         self._fleet.metrics.computed.inc()
-        return _transfer_of(reply.content)
+        return _object_in(reply.content, "kv_transfer_params")
 
 
 async def _refusal(instance: Instance, response: StreamedResponse) -> InstanceReply:
     """Returns a refusal that goes to the client; raises InstanceBusy, InstanceFailed or ApiError for any other."""
     content = await instance.read(response, _MAX_ERROR_BYTES)
-    status, error = response.status, _error_of(content)
+    status, error = response.status, _object_in(content, "error") or {}
     if status in (401, 403):
         _log.error("%s refuses the router's key (%d); see --instance_api_key_file", instance.url, status)
         raise ApiError(502, "an instance refused the router's API key", kind="server_error", code="instance_refuses")
@@ -418,19 +418,11 @@ async def _refusal(instance: Instance, response: StreamedResponse) -> InstanceRe
     return InstanceReply(status, response.headers.get("content-type", "application/json"), content)
 
 
-def _error_of(content: bytes) -> dict[str, Any]:
-    try:
-        found = msgspec.json.decode(content)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return {}
-    error = found.get("error") if isinstance(found, dict) else None
-    return error if isinstance(error, dict) else {}
-
-
-def _transfer_of(content: bytes) -> Mapping[str, Any] | None:
+def _object_in(content: bytes, name: str) -> dict[str, Any] | None:
+    """Returns the JSON object in a field of an answer; None where there is none."""
     try:
         found = msgspec.json.decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    params = found.get("kv_transfer_params") if isinstance(found, dict) else None
-    return params if isinstance(params, dict) else None
+    value = found.get(name) if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None

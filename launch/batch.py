@@ -34,7 +34,7 @@ from dsv3.config.server_options import ServerOptions, ServiceOptions
 from dsv3.server.batches.completer import ServiceCompleter, check_fields, service_completer
 from dsv3.server.config import ServerConfig
 from launch import cli, flags
-from launch.model import model_dir, model_names
+from launch.catalog import model_dir, model_names
 
 for _options in (BatchOptions, ServiceOptions, EngineOptions):
     cli.define(_options)

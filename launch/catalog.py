@@ -1,9 +1,12 @@
-"""Models and deployments by name, for command lines: published ones, model directories and deployment files."""
+"""Models and deployments of command lines: published ones by name, model directories and deployment files."""
 
 import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import dsv3
+from dsv3.config.hugging_face.directory import absent, has_config
+from dsv3.config.server_options import ServiceOptions
 from launch import flags
 
 if TYPE_CHECKING:
@@ -33,12 +36,28 @@ MODELS = {
 """By the name of a published model: its module in `configs`, and the constant there."""
 
 
+_BUNDLED = Path(dsv3.__file__).parent / "bundled"  # dsv3.engine.build.bundled_model imports jax
+
+
+def model_dir(options: ServiceOptions) -> Path:
+    """Returns the directory of the model to serve; raises UsageError if there is none."""
+    directory = Path(options.model) if options.model else _BUNDLED
+    if not has_config(directory):
+        raise flags.UsageError(f"--model: {absent(directory)}")
+    return directory.resolve()
+
+
+def model_names(options: ServiceOptions) -> tuple[str, ...]:
+    """Returns the names of that model in requests; responses carry the first."""
+    return options.served_model_name or (Path(options.model).resolve().name if options.model else "dsv3-tiny",)
+
+
 def model(name: str) -> "ModelConfig":
     """Returns a model's configuration by its name or directory; raises UsageError if there is none."""
     if name in MODELS:
         module, constant = MODELS[name]
         return getattr(importlib.import_module(f"configs.{module}"), constant)
-    from dsv3.config.hugging_face import ConfigError, has_config, load_config
+    from dsv3.config.hugging_face import ConfigError, load_config
 
     if not has_config(name):
         raise flags.UsageError(f"--model {name}: neither one of {', '.join(MODELS)} nor a directory with a config.json")

@@ -9,6 +9,7 @@ one dies. GET /health answers 503 until an instance is ready. The first SIGTERM 
 for those in flight; the second ends them.
 """
 
+import functools
 import logging
 import sys
 
@@ -23,6 +24,7 @@ from router.app import serve
 from router.options import RouterOptions
 
 cli.define(RouterOptions)
+_print = functools.partial(print, flush=True)
 
 
 def main() -> int:
@@ -51,10 +53,6 @@ def _keys(options: RouterOptions) -> tuple[tuple[Tenant, ...], str | None]:
         return load_tenants(ServerOptions(api_key_file=options.api_key_file)), own
     except ValueError as error:
         raise flags.UsageError(f"--{error}") from None
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ those in flight finish; the second aborts them.
 """
 
 import dataclasses
+import functools
 import os
 import sys
 import tempfile
@@ -37,11 +38,12 @@ from dsv3.server.http.api_server import bind, serve
 from dsv3.server.serving.service import Service
 from dsv3.server.tenants import Tenant, load_tenants
 from launch import cli, flags, node
+from launch.catalog import model_dir, model_names
 from launch.cluster import cluster_options, one_host_flags, processes_needed
-from launch.model import model_dir, model_names
 
 for _options in (ServerOptions, EngineOptions, ClusterOptions):
     cli.define(_options)
+_say = functools.partial(print, flush=True)
 
 
 def main() -> int:
@@ -124,10 +126,6 @@ def _greeting(service: Service, address: str, config: ServerConfig) -> str:
         f"KV cache of {info.num_pages * info.rules.page_size} tokens in {info.num_pages} pages)\n"
         f"curl {address}/v1/{path}{auth} -H 'Content-Type: application/json' -d '{body}'"
     )
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """Times the kernels that serving uses, as shares of what the same process measures of this device: its roof.
 
     python -m tools.doctor.fast --list       the kinds of kernels
-    python -m tools.doctor.fast KIND         one of them
+    python -m tools.doctor.fast NAME         one of them
 
 Each process measures the roof first, so that a kernel and its roof run at the same clock. A kernel is compared with its
 reference before it is timed. A slow one fails nothing: its row has the share of the roof, and the goal for an H200
 where there is one.
 """
 
-import argparse
 import dataclasses
 import functools
 import re
@@ -33,7 +32,7 @@ from pallas_kernels.float8 import E4M3
 from tools.doctor.install import query
 from tools.doctor.moe_layer import all_cases
 from tools.doctor.rates import BFLOAT16, COPY, FP8, Roofs, measure_case, measure_roofs
-from tools.doctor.rows import CaseResult, run_cases
+from tools.doctor.rows import CaseResult, parse_name, run_cases
 
 FLOPS, BYTES = "TFLOP/s", "GB/s"
 
@@ -190,12 +189,7 @@ def _log_clocks() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Lists the kinds, or times one; returns the exit status of a check."""
-    parser = argparse.ArgumentParser(prog="python -m tools.doctor.fast")
-    parser.add_argument("kind", nargs="?", choices=KINDS, metavar="KIND", help="a name of --list")
-    parser.add_argument("--list", action="store_true", help="print the kinds")
-    args = parser.parse_args(argv)
-    if args.list == bool(args.kind):
-        parser.error("say either a KIND or --list")
+    args = parse_name(argv, "fast", KINDS)
     backend = resolve_backend(jax.devices()[0])
     if backend not in (Backend.MOSAIC, Backend.TRITON):
         print("kernels are timed only on a GPU that has kernels of its own", file=sys.stderr)
@@ -205,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     configure_logging()
     prepare(backend)
-    return check_kind(args.kind, backend)
+    return check_kind(args.name, backend)
 
 
 if __name__ == "__main__":

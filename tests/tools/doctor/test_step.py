@@ -15,8 +15,7 @@ from dsv3.model.batch import DecodeBatch
 from pallas_kernels import mla
 from pallas_kernels.backend import Backend
 from tools.doctor import checks, step
-from tools.doctor.families import FAMILIES, random_params, two_layers
-from tools.doctor.step import Model, Work
+from tools.doctor.step import FAMILIES, Model, Work, random_params, two_layers
 
 CFG = dataclasses.replace(TINY, num_hidden_layers=2, num_nextn_predict_layers=0, vocab_size=256)
 

@@ -12,7 +12,6 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -41,7 +40,7 @@ from router.canary import Canary, parse_share
 from router.instance import Instance
 from router.members import Members, Pool, read_registration
 from router.options import RouterOptions
-from router.relay import Fleet, InstanceReply, Relay, RouterMetrics
+from router.relay import Fleet, Relay, RouterMetrics
 from router.request import parse_request
 
 Make = Callable[[str], Instance]
@@ -181,7 +180,7 @@ async def _models(site: RouterSite, _: Request) -> Response:
     for instance in site.fleet.answering.instances:
         if instance.status == "ok":
             with contextlib.suppress(RequestFailed, TimeoutError):
-                status, content = await instance.get("/v1/models")
+                status, content = await instance.fetch("GET", "/v1/models")
                 if status == 200:
                     return Response(content, media_type="application/json")
     raise unavailable("no instance answers", "no_instance")
@@ -203,13 +202,11 @@ async def _relay(site: RouterSite, http: Request) -> Response:
         headers = {"X-Request-Id": http.scope["extensions"][REQUEST_ID]} | trace_context(http.headers)
         if http.headers.get(TIMING_HEADER) == "1":
             headers[TIMING_HEADER] = "1"
-        if site.tracer is None:
-            return RelayResponse(site, Relay(site.fleet, request, headers), stack.pop_all().close)
-        trace = site.tracer.start("relay", http.headers)
-        relay = Relay(site.fleet, request, headers | trace.headers)
-        if trace.is_sampled:
-            extensions, request_id = http.scope["extensions"], headers["X-Request-Id"]
-            extensions[ENDED] = functools.partial(_end_trace, trace, relay, began, request_id)
+        trace = None if site.tracer is None else site.tracer.start("relay", http.headers)
+        relay = Relay(site.fleet, request, headers if trace is None else headers | trace.headers)
+        if trace is not None and trace.is_sampled:
+            request_id = headers["X-Request-Id"]
+            http.scope["extensions"][ENDED] = functools.partial(_end_trace, trace, relay, began, request_id)
         return RelayResponse(site, relay, stack.pop_all().close)
 
 
@@ -257,7 +254,7 @@ class RelayResponse(Response):
             self.status_code = error.status  # for the metrics; the client has got a 200
             return
         if reply is not None:
-            await self._respond(_response(reply), scope, receive)
+            await self._respond(reply, scope, receive)
         else:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -278,13 +275,6 @@ _EVENT_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-def _response(reply: InstanceReply) -> Response:
-    headers: dict[str, Any] = {"content-type": reply.media_type}
-    if reply.timing is not None:
-        headers["server-timing"] = reply.timing
-    return Response(reply.content, reply.status, headers)
 
 
 def maker(options: RouterOptions, api_key: str | None) -> Make:

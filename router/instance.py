@@ -209,20 +209,20 @@ class Instance:
                 raise InstanceFailed(f"an answer has more than {limit} bytes")
         return bytes(body)
 
-    async def get(self, path: str) -> tuple[int, bytes]:
-        """Returns status and body of a GET; raises RequestFailed, and TimeoutError after the time for /health."""
-        async with asyncio.timeout(self._health_s), self._client.exchange("GET", path) as response:
-            return response.status, await response.read(_MAX_HEALTH_BYTES)
+    async def fetch(
+        self, method: str, path: str, body: bytes = b"", limit: int = _MAX_HEALTH_BYTES
+    ) -> tuple[int, bytes]:
+        """Returns a response's status and the first `limit` bytes of its body.
 
-    async def post(self, path: str, body: bytes, limit: int) -> tuple[int, bytes]:
-        """Returns status and the first `limit` bytes of what a POST gives; raises what `get` does."""
-        async with asyncio.timeout(self._health_s), self._client.exchange("POST", path, body) as response:
+        Raises RequestFailed, and TimeoutError after the time for /health.
+        """
+        async with asyncio.timeout(self._health_s), self._client.exchange(method, path, body) as response:
             return response.status, await response.read(limit)
 
     async def probe(self) -> None:
         """Reads /health and updates `status`."""
         try:
-            code, body = await self.get("/health")
+            code, body = await self.fetch("GET", "/health")
             status = "ok" if code == 200 else _reported_status(body)
             if status == "ok" and self.status != "ok":
                 await self._on_up(is_new=self.status != "silent")
@@ -233,24 +233,20 @@ class Instance:
                 self._cancel_reads()
             return
         except RequestFailed:
-            self._set_status("gone")
-            return
-        self._set_status(status)
+            status = "gone"
+        self.status, self._silences = status, 0
 
     async def close(self) -> None:
         """Closes idle connections and the subscription to KV events."""
         await self._client.close()
         self._subscribe(None)
 
-    def _set_status(self, status: str) -> None:
-        self.status, self._silences = status, 0
-
     async def _on_up(self, is_new: bool) -> None:
         """Reads version and limits of an instance that came up; raises RequestFailed and TimeoutError.
 
         It resets failures, and the pages that an earlier process had.
         """
-        content = (await self.get("/v1/models"))[1]
+        content = (await self.fetch("GET", "/v1/models"))[1]
         self.breaker.on_success()
         if is_new:
             self.sent.clear()

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
+from starlette.responses import Response
 
 from dsv3.http_client import Body, RequestFailed, ServerSentEvents, StreamedResponse
 from dsv3.server.protocol.errors import ENGINE_DIED, ApiError, unavailable
@@ -104,7 +105,7 @@ async def _tokens(instance: Instance, fields: Mapping[str, msgspec.Raw]) -> np.n
         return None
     body = b",".join(b'"%b":%b' % (name.encode(), fields[name]) for name in TOKENIZED if name in fields)
     try:
-        status, content = await instance.post("/tokenize", b"{%b}" % body, _MOST_BYTES)
+        status, content = await instance.fetch("POST", "/tokenize", b"{%b}" % body, _MOST_BYTES)
         tokens = msgspec.json.decode(content, type=_Tokenized).tokens if status == 200 else None
         return None if tokens is None else np.array(tokens, np.int32)
     except (RequestFailed, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
@@ -189,16 +190,6 @@ class RouterMetrics:
         return Histogram(f"dsv3:router_{name}", meaning, ["version"], buckets=SECONDS, registry=self._registry)
 
 
-@dataclasses.dataclass(frozen=True)
-class InstanceReply:
-    """An answer that is not streamed, or a refusal in the words of an instance; `timing` is its Server-Timing."""
-
-    status: int
-    media_type: str
-    content: bytes
-    timing: str | None = None
-
-
 @dataclasses.dataclass
 class Fleet:
     """The pool that answers, the pool that prefills for it if there is one, the metrics, and the split of versions."""
@@ -242,7 +233,7 @@ class Relay:
         """Each time that it was sent: "prefill URL" or "answer URL", and when, by `time.monotonic`."""
         self.version: str | None = None
 
-    async def run(self, send: SendEvents) -> InstanceReply | None:
+    async def run(self, send: SendEvents) -> Response | None:
         """Returns the response, or None after all events of a streamed one went to `send`; raises ApiError.
 
         Nothing is sent before an instance has accepted the request, so that a refusal keeps its status.
@@ -304,22 +295,20 @@ class Relay:
         self._fleet.metrics.broken_by_version.labels(version).inc()
         self._attempts.on_failure(failure, has_died=has_died, now=time.monotonic())
 
-    async def _complete(self, booking: Booking) -> InstanceReply:
+    async def _complete(self, booking: Booking) -> Response:
         return await self._ask_whole(booking.instance, self._request.body(self._transfer_to(booking.instance)))
 
     def _transfer_to(self, instance: Instance) -> Mapping[str, Any] | None:
         """Returns the prompt's kv_transfer_params, where an instance of the same version has computed it."""
         return self._transfer if instance.version == self._transfer_version else None
 
-    async def _ask_whole(self, instance: Instance, body: Body) -> InstanceReply:
+    async def _ask_whole(self, instance: Instance, body: Body) -> Response:
         async with instance.post_stream(self._request.path, body, self._headers) as response:
             if response.status != 200:
                 return await _refusal(instance, response)
-            kind = response.headers.get("content-type", "application/json")
-            timing = response.headers.get("server-timing")
-            return InstanceReply(200, kind, await instance.read(response, MAX_ANSWER_BYTES), timing)
+            return _reply(response, await instance.read(response, MAX_ANSWER_BYTES))
 
-    async def _pass_through(self, booking: Booking, send: SendEvents) -> InstanceReply | None:
+    async def _pass_through(self, booking: Booking, send: SendEvents) -> Response | None:
         """Relays a stream unchanged: a route whose responses cannot be resumed."""
         instance = booking.instance
         body = self._request.body(self._transfer_to(instance))
@@ -332,7 +321,7 @@ class Relay:
                 await send(chunk)
         return None
 
-    async def _relay_stream(self, booking: Booking, relayed: RelayedStream, send: SendEvents) -> InstanceReply | None:
+    async def _relay_stream(self, booking: Booking, relayed: RelayedStream, send: SendEvents) -> Response | None:
         """Relays a stream and records its tokens; resumes behind those of earlier attempts."""
         relayed.reset()
         instance, events = booking.instance, Events()
@@ -395,13 +384,13 @@ class Relay:
             await self._on_failure(booking, failure)
             raise InstanceBusy from None
         instance.on_success()
-        if reply.status != 200:
+        if reply.status_code != 200:
             return None
         self._fleet.metrics.computed.inc()
-        return _object_in(reply.content, "kv_transfer_params")
+        return _object_in(bytes(reply.body), "kv_transfer_params")
 
 
-async def _refusal(instance: Instance, response: StreamedResponse) -> InstanceReply:
+async def _refusal(instance: Instance, response: StreamedResponse) -> Response:
     """Returns a refusal that goes to the client; raises InstanceBusy, InstanceFailed or ApiError for any other."""
     content = await instance.read(response, _MAX_ERROR_BYTES)
     status, error = response.status, _object_in(content, "error") or {}
@@ -415,7 +404,15 @@ async def _refusal(instance: Instance, response: StreamedResponse) -> InstanceRe
         raise InstanceFailed(
             f"status {status}", error=ApiError(status, text, kind="server_error", code=error.get("code"))
         )
-    return InstanceReply(status, response.headers.get("content-type", "application/json"), content)
+    return _reply(response, content)
+
+
+def _reply(response: StreamedResponse, content: bytes) -> Response:
+    """Returns the client's response: an instance's whole answer, or its refusal in its own words."""
+    headers = {"content-type": response.headers.get("content-type", "application/json")}
+    if (timing := response.headers.get("server-timing")) is not None:
+        headers["server-timing"] = timing
+    return Response(content, response.status, headers)
 
 
 def _object_in(content: bytes, name: str) -> dict[str, Any] | None:

@@ -51,28 +51,25 @@ def decode(backend: Backend) -> Iterable[Timed]:
         yield Timed(scheduled(Decode(heads, 1, 8192, fp8=True, layers=2), backend))
 
 
-def prefill(backend: Backend) -> Iterable[Timed]:
+def prefill(_: Backend) -> Iterable[Timed]:
     """Yields attention of new tokens to each other, and to cached ones.
 
     It is `mla_prefill_spans`: `mla_prefill` has the same kernel, but writes into its values, which a loop would copy.
     """
-    del backend
     yield Timed(in_bfloat16(Prefill.even(8192, 8).spans_case()))
     yield Timed(in_bfloat16(Prefill.even(8192, 1).spans_case()))
     yield Timed(in_bfloat16(Prefill.even(128, 1, 32768).context_case()))
 
 
-def compressed(backend: Backend) -> Iterable[Timed]:
+def compressed(_: Backend) -> Iterable[Timed]:
     """Yields attention of 128 requests to a window and the entries that DeepSeek-V4-Flash and V4-Pro choose."""
-    del backend
     for heads, chosen in ((64, 512), (128, 1024)):
         for fp8 in (False, True):
             yield Timed(attend_case((0, *(chosen,) * 127), heads=heads, fp8=fp8))
 
 
-def fp8_dense(backend: Backend) -> Iterable[Timed]:
+def fp8_dense(_: Backend) -> Iterable[Timed]:
     """Yields FP8 products of prefill and of decode."""
-    del backend
     for rows, goal in ((4096, (FLOPS, 1300.0)), (64, (BYTES, 3800.0))):
         for n, k in ((7168, 16384), (4096, 7168)):
             yield Timed(dense_case(rows, n, k), goal)
@@ -86,9 +83,8 @@ def grouped(backend: Backend) -> Iterable[Timed]:
         yield Timed(decode_case(about(256, 2), 256, n, k, E4M3, backend))
 
 
-def moe_layer(backend: Backend) -> Iterable[Timed]:
+def moe_layer(_: Backend) -> Iterable[Timed]:
     """Yields the MoE layer of a decode step."""
-    del backend
     return map(Timed, all_cases())
 
 

@@ -11,24 +11,14 @@ from typing import Any
 from dsv3.config.device_rates import PEAKS
 from tools.plan.deployment import Deployment, Device
 
-H800 = Device(
-    name="H800",
-    memory_bytes=84_900_000_000,
-    hbm_bytes_per_second=PEAKS["H800"].hbm,
-    fp8_flops=PEAKS["H800"].fp8,
-    bf16_flops=PEAKS["H800"].bf16,
-    node_link=160e9,
-    cross_link=50e9,
-)
-H200 = Device(
-    name="H200",
-    memory_bytes=150_100_000_000,
-    hbm_bytes_per_second=PEAKS["H200"].hbm,
-    fp8_flops=PEAKS["H200"].fp8,
-    bf16_flops=PEAKS["H200"].bf16,
-    node_link=360e9,
-    cross_link=50e9,
-)
+
+def _device(name: str, memory_bytes: int, node_link: float) -> Device:
+    peaks = PEAKS[name]
+    return Device(name, memory_bytes, peaks.hbm, peaks.fp8, peaks.bf16, node_link, cross_link=50e9)
+
+
+H800 = _device("H800", 84_900_000_000, node_link=160e9)
+H200 = _device("H200", 150_100_000_000, node_link=360e9)
 H100 = dataclasses.replace(H800, name="H100", node_link=H200.node_link)
 DEVICES = {device.name: device for device in (H800, H100, H200)}
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 
-from dsv3.config.model import Fp8Config, ModelConfig, YarnConfig
+from configs.deepseek_v2 import DEEPSEEK_V2_LITE
+from configs.deepseek_v3 import DEEPSEEK_V3
+from dsv3.config.model import YarnConfig
 
 _YARN = YarnConfig(
     factor=64.0,
@@ -13,25 +15,12 @@ _YARN = YarnConfig(
     mscale_all_dim=1.0,
 )
 
-KIMI_K2 = ModelConfig(
+KIMI_K2 = dataclasses.replace(
+    DEEPSEEK_V3,
     family="kimi_k2",
     vocab_size=163840,
-    hidden_size=7168,
-    num_hidden_layers=61,
     num_attention_heads=64,
-    q_lora_rank=1536,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    intermediate_size=18432,
-    moe_intermediate_size=2048,
     n_routed_experts=384,
-    num_experts_per_tok=8,
-    n_shared_experts=1,
-    topk_method="noaux_tc",
-    scoring_func="sigmoid",
-    norm_topk_prob=True,
     routed_scaling_factor=2.827,
     first_k_dense_replace=1,
     rope_theta=50000.0,
@@ -39,7 +28,9 @@ KIMI_K2 = ModelConfig(
     max_position_embeddings=131072,
     bos_token_id=163584,
     eos_token_ids=(163585,),
-    fp8=Fp8Config(),
+    n_group=1,
+    topk_group=1,
+    num_nextn_predict_layers=0,
 )
 """Kimi-K2 (1T): DeepSeek-V3 with 384 experts, 64 heads and no expert groups."""
 
@@ -59,31 +50,20 @@ KIMI_K25 = dataclasses.replace(
 )
 """The language model of Kimi-K2.5: Kimi-K2 with a longer context and INT4 experts."""
 
-MOONLIGHT_16B_A3B = ModelConfig(
+MOONLIGHT_16B_A3B = dataclasses.replace(
+    DEEPSEEK_V2_LITE,
     family="deepseek_v3",
     vocab_size=163840,
-    hidden_size=2048,
-    num_hidden_layers=27,
-    num_attention_heads=16,
-    q_lora_rank=None,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
     intermediate_size=11264,
-    moe_intermediate_size=1408,
-    n_routed_experts=64,
-    num_experts_per_tok=6,
-    n_shared_experts=2,
     topk_method="noaux_tc",
     scoring_func="sigmoid",
     norm_topk_prob=True,
     routed_scaling_factor=2.446,
-    first_k_dense_replace=1,
     rms_norm_eps=1e-5,
     rope_theta=50000.0,
     max_position_embeddings=8192,
     bos_token_id=163584,
     eos_token_ids=(163586,),
+    yarn=None,
 )
 """Moonlight-16B-A3B: DeepSeek-V3's router on DeepSeek-V2-Lite's shape, plain rotary embedding."""

@@ -62,7 +62,7 @@ class RouterSite:
     `members` registers instances; None where the router takes no registrations. `tracer` is None without traces.
     """
 
-    def __init__(self, fleet: Fleet, tenants: Tenants, members: Members | None = None, tracer: Tracer | None = None):
+    def __init__(self, fleet: Fleet, tenants: Tenants, members: Members | None, tracer: Tracer | None):
         self.fleet, self.tenants, self.members, self.tracer = fleet, tenants, members, tracer
         self.budget, self._bodies = Budget(), BodyReader()
         self.is_draining, self.active = False, 0

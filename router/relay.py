@@ -162,17 +162,11 @@ class RouterMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yields the gauges (prometheus_client calls this)."""
-        up = GaugeMetricFamily("dsv3:router_instance_up", "1: the instance is healthy.", labels=["instance"])
-        running = GaugeMetricFamily(
-            "dsv3:router_running", "Requests of this router that the instance serves.", labels=["instance"]
-        )
-        live = GaugeMetricFamily("dsv3:router_instance_tells", "1: its KV events arrive.", labels=["instance"])
-        pages = GaugeMetricFamily(
-            "dsv3:router_instance_pages", "Pages that it has cached, by its KV events.", labels=["instance"]
-        )
-        version = GaugeMetricFamily(
-            "dsv3:router_instance_version", "1: the instance serves this version.", labels=["instance", "version"]
-        )
+        up = _gauge("instance_up", "1: the instance is healthy.")
+        running = _gauge("running", "Requests of this router that the instance serves.")
+        live = _gauge("instance_tells", "1: its KV events arrive.")
+        pages = _gauge("instance_pages", "Pages that it has cached, by its KV events.")
+        version = _gauge("instance_version", "1: the instance serves this version.", "version")
         for instance in (each for pool in self._pools for each in pool.instances):
             up.add_metric([instance.url], float(instance.status == "ok"))
             version.add_metric([instance.url, instance.version], 1.0)
@@ -188,6 +182,10 @@ class RouterMetrics:
 
     def _histogram(self, name: str, meaning: str) -> Histogram:
         return Histogram(f"dsv3:router_{name}", meaning, ["version"], buckets=SECONDS, registry=self._registry)
+
+
+def _gauge(name: str, meaning: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"dsv3:router_{name}", meaning, labels=["instance", *labels])
 
 
 @dataclasses.dataclass

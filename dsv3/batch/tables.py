@@ -297,17 +297,17 @@ def stage(source: str, target: str, options: BatchOptions) -> StagedBatch:
 
     Raises BatchError where input, output or options do not fit each other.
     """
-    is_table = _is_table(source, options)
-    if not is_table and detect_format(target).kind != "lines":
+    is_table, wanted = _is_table(source, options), detect_format(target)
+    if not is_table and wanted.kind != "lines":
         raise BatchError(f"{target}: lines in OpenAI's batch format need an output of lines; name a .jsonl file")
-    if not is_table and detect_format(source).is_plain and detect_format(target).is_plain:
+    if not is_table and detect_format(source).is_plain and wanted.is_plain:
         return StagedBatch(Path(source), Path(target))
     if is_table:
         check_columns(source, options)
     work = _work_dir(target, options)
     lines = work / "requests.jsonl"
     answers = work / "answers.jsonl"
-    if not is_table and detect_format(target).is_plain:
+    if not is_table and wanted.is_plain:
         answers = Path(target)
     elif exists(target) and not answers.exists():
         raise BatchError(f"{target} exists, and {work} holds no answers for it; move it away or name another output")

@@ -336,13 +336,16 @@ async def serve(
     certificate = certificate_of(ServerOptions(**{name: getattr(options, name) for name in _TLS}))
     server = HttpServer(make_app(site, options.host), listener, limit, Deadlines(), certificate)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
-    async with _watching(fleet, members):
+    members.start()
+    try:
         server.start()
         await first.wait()
         site.is_draining = True
         await _drained(site, second, options.shutdown_timeout)
         await server.close()
         await site.close()
+    finally:
+        await members.close()
     return 0
 
 
@@ -350,17 +353,3 @@ async def _drained(site: RouterSite, second: asyncio.Event, seconds: float) -> N
     deadline = asyncio.get_running_loop().time() + seconds
     while site.active and asyncio.get_running_loop().time() < deadline and not second.is_set():
         await wait_for_any(second, timeout_s=_FINISH_S)
-
-
-@contextlib.asynccontextmanager
-async def _watching(fleet: Fleet, members: Members):
-    pools = [pool for pool in (fleet.answering, fleet.prefilling) if pool is not None]
-    tasks = [asyncio.create_task(pool.keep_dispatching()) for pool in pools]
-    members.start()
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await members.close()

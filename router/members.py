@@ -193,19 +193,22 @@ class Members:
         self._pools, self._make, self._interval_s, self._notify = pools, make, interval_s, notify
         self._key = key
         self._tasks: dict[Instance, asyncio.Task[None]] = {}
+        self._dispatching: list[asyncio.Task[None]] = []
         self._registered: dict[str, tuple[Pool, Instance]] = {}
 
     def start(self) -> None:
-        """Starts probing."""
+        """Starts probing, and the dispatching of the pools."""
         for pool in set(self._pools.values()):
+            self._dispatching.append(asyncio.create_task(pool.keep_dispatching()))
             for instance in pool.instances:
                 self._tasks[instance] = asyncio.create_task(self._probe(pool, instance))
 
     async def close(self) -> None:
-        """Ends all probing and closes the instances."""
-        for task in self._tasks.values():
+        """Ends what `start` and registrations have started, and closes the instances."""
+        tasks = [*self._dispatching, *self._tasks.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for instance in self._tasks:
             await instance.close()
 

@@ -227,41 +227,37 @@ def tokens_row(found: np.ndarray, reference: np.ndarray) -> CaseResult:
     return CaseResult("greedy tokens", True, says, figures | {"gap": float(gap)})
 
 
-class Comparison:
-    """Runs a model three times when the first case asks: with kernels (twice), with the reference, and in float32."""
+def cases(make: Callable[[], tuple[Model, Work]], backend: Backend) -> dict[str, Callable[[], CaseResult | str]]:
+    """Returns what `run_cases` takes.
 
-    def __init__(self, make: Callable[[], tuple[Model, Work]], backend: Backend) -> None:
-        self._make, self._backend = make, backend
+    The first case runs the model four times: with kernels (twice), with the reference, and in float32.
+    """
 
-    @functools.cached_property
-    def _runs(self) -> tuple[Ran, Ran, Ran, Ran, float]:
-        model, work = self._make()
+    @functools.cache
+    def runs() -> tuple[Ran, Ran, Ran, Ran, float]:
+        model, work = make()
         reference = run(model, Backend.REFERENCE, work)
         work = work._replace(following=reference.following)
         exact = reference
         if model.compute != "float32":
             exact = run(in_float32(model), Backend.REFERENCE, work)
-        first, second = run(model, self._backend, work), run(model, self._backend, work)
+        first, second = run(model, backend, work), run(model, backend, work)
         return first, second, reference, exact, _FP8_FLOOR if model.cfg.fp8 else _FLOOR[model.compute]
 
-    def _kind(self, kind: str) -> CaseResult:
-        first, second, reference, exact, floor = self._runs
-        parts = (first.hidden[kind], reference.hidden[kind], exact.hidden[kind])
-        row = judge(kind, *parts, floor)
+    def steps(kind: str) -> CaseResult:
+        first, second, reference, exact, floor = runs()
+        row = judge(kind, first.hidden[kind], reference.hidden[kind], exact.hidden[kind], floor)
         if row.passed and not np.array_equal(first.hidden[kind], second.hidden[kind]):
             differ = int(np.sum(np.any(first.hidden[kind] != second.hidden[kind], -1)))
             return msgspec.structs.replace(row, passed=False, says=f"two runs differ in {differ} rows")
         return row
 
-    def _tokens(self) -> CaseResult:
-        first, _, reference, _, _ = self._runs
+    def tokens() -> CaseResult:
+        first, _, reference, _, _ = runs()
         return tokens_row(first.logits[:, :-1], reference.logits[:, :-1])
 
-    @property
-    def cases(self) -> dict[str, Callable[[], CaseResult | str]]:
-        """What `run_cases` takes."""
-        kinds = ("prefill", "prefill with context", "decode")
-        return {**{kind: functools.partial(self._kind, kind) for kind in kinds}, "greedy tokens": self._tokens}
+    kinds = ("prefill", "prefill with context", "decode")
+    return {**{kind: functools.partial(steps, kind) for kind in kinds}, "greedy tokens": tokens}
 
 
 def in_float32(model: Model) -> Model:
@@ -370,7 +366,7 @@ def main(argv: list[str] | None = None) -> int:
     backend = resolve_backend()
     prepare(backend)
     make = bundled if args.name == BUNDLED else functools.partial(family, args.name)
-    return run_cases(Comparison(functools.partial(make, quick), backend).cases)
+    return run_cases(cases(functools.partial(make, quick), backend))
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def test_a_kernel_that_gives_something_else_the_second_time_is_found(monkeypatch
         return found
 
     monkeypatch.setattr(step, "run", run)
-    cases = step.Comparison(lambda: tiny, Backend.NATIVE).cases
+    cases = step.cases(lambda: tiny, Backend.NATIVE)
     assert cases["prefill"]().passed and len(runs) == 2
     assert cases["decode"]().says == "two runs differ in 1 rows"
 

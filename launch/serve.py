@@ -34,9 +34,9 @@ from dsv3.engine.cluster.link import FollowOrder
 from dsv3.engine.cluster.supervisor import Supervisor
 from dsv3.logs import configure_logging
 from dsv3.server.config import ServerConfig
-from dsv3.server.http.api_server import bind, serve
+from dsv3.server.http.api_server import serve
 from dsv3.server.serving.service import Service
-from dsv3.server.tenants import Tenant, load_tenants
+from dsv3.server.tenants import load_tenants
 from launch import cli, flags, node
 from launch.catalog import model_dir, model_names
 from launch.cluster import cluster_options, one_host_flags, processes_needed
@@ -55,13 +55,7 @@ def main() -> int:
             return node.serve(node.places([*sys.argv[1:], *own], 1, 0, count))
     if config.cluster is not None and not config.cluster.is_leader:
         return _follow(config.cluster, config)
-    host, port = config.options.host, config.options.port
-    try:
-        listener = bind(host, port)
-    except OSError as error:
-        raise flags.UsageError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another --port"
-        ) from None
+    listener = cli.listen(config.options.host, config.options.port)
     address = _address(config.options, listener.getsockname()[1])
     _say(f"serving {config.model_names[0]} from {config.model_dir}; {address}/health returns 200 when it is ready")
     try:
@@ -86,18 +80,11 @@ def _config() -> ServerConfig:
             model_dir=model_dir(options),
             model_names=model_names(options),
             options=dataclasses.replace(options, api_key=None),
-            tenants=_tenants(options),
+            tenants=load_tenants(options),
             engine=engine,
             cluster=cluster,
             notify=_say,
         )
-    except ValueError as error:
-        raise flags.UsageError(f"--{error}") from None
-
-
-def _tenants(options: ServerOptions) -> tuple[Tenant, ...]:
-    try:
-        return load_tenants(options)
     except ValueError as error:
         raise flags.UsageError(f"--{error}") from None
 

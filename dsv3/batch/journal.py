@@ -330,7 +330,9 @@ class Journal:
             return
         try:
             found = msgspec.json.decode(os.pread(self._state, _MAX_STATE_BYTES, 0), type=_JournalState)
-        except msgspec.MsgspecError as error:
+            if found.version != STATE_VERSION:
+                raise ValueError(f"version {found.version}, not {STATE_VERSION}")
+        except (msgspec.MsgspecError, ValueError) as error:
             raise _unknown(self._path, error) from error
         if found.input.sha256 != wanted.input.sha256:
             raise BatchError(

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.record import Report, run
-from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
+from configs.deepseek_v4 import DEEPSEEK_V4_FLASH
 from configs.deployments import V4_FLASH_4XH200
 from pallas_kernels import bodies
 from tools.plan import hlo

@@ -17,9 +17,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from benchmarks.record import Cell, Report, run
-from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
-from configs.deepseek_v4_flash_0731 import DEEPSEEK_V4_FLASH_0731
-from configs.deepseek_v4_pro import DEEPSEEK_V4_PRO
+from configs.deepseek_v4 import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_FLASH_0731, DEEPSEEK_V4_PRO
 from configs.deployments import H100, V4_DEPLOYMENTS, V4_FLASH_4XH200, V4_FLASH_4XH200_TP4, device
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import page_bytes

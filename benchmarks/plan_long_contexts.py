@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 from benchmarks.record import Cell, Report, run
 from configs.deepseek_v3 import DEEPSEEK_V3
-from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
-from configs.deepseek_v4_pro import DEEPSEEK_V4_PRO
+from configs.deepseek_v4 import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO
 from configs.deployments import H200
 from dsv3.config.model import ModelConfig
 from tools.plan.deployment import Deployment

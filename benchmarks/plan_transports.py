@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.record import Cell, Report, run
 from configs.deepseek_v3 import DEEPSEEK_V3
-from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
+from configs.deepseek_v4 import DEEPSEEK_V4_FLASH
 from configs.deployments import (
     DECODE_EP144,
     NODE_8XH200,

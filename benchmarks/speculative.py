@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.engines import answer
 from benchmarks.record import Cell, Report, arguments, run, spread
-from configs.deepseek_v4_flash_0731 import DEEPSEEK_V4_FLASH_0731
+from configs.deepseek_v4 import DEEPSEEK_V4_FLASH_0731
 from dsv3 import SamplingParams
 from dsv3.config.hugging_face import load_config
 from dsv3.config.options import EngineOptions

@@ -1,4 +1,6 @@
-"""DeepSeek-V2 (236B; arXiv:2405.04434)."""
+"""DeepSeek-V2 (arXiv:2405.04434)."""
+
+import dataclasses
 
 from dsv3.config.model import ModelConfig, YarnConfig
 
@@ -31,3 +33,20 @@ DEEPSEEK_V2 = ModelConfig(
     bos_token_id=100000,
     eos_token_ids=(100001,),
 )
+"""DeepSeek-V2 (236B; arXiv:2405.04434)."""
+
+DEEPSEEK_V2_LITE = dataclasses.replace(
+    DEEPSEEK_V2,
+    hidden_size=2048,
+    num_hidden_layers=27,
+    num_attention_heads=16,
+    q_lora_rank=None,
+    intermediate_size=10944,
+    moe_intermediate_size=1408,
+    n_routed_experts=64,
+    topk_method="greedy",
+    routed_scaling_factor=1.0,
+    n_group=1,
+    topk_group=1,
+)
+"""DeepSeek-V2-Lite (16B): no query latent, one expert group."""

@@ -1,6 +1,8 @@
-"""DeepSeek-V3 (671B; arXiv:2412.19437)."""
+"""DeepSeek-V3 (arXiv:2412.19437), whose architecture DeepSeek-R1 has too, and its successors."""
 
-from dsv3.config.model import Fp8Config, ModelConfig, YarnConfig
+import dataclasses
+
+from dsv3.config.model import Fp8Config, IndexerConfig, ModelConfig, YarnConfig
 
 DEEPSEEK_V3 = ModelConfig(
     family="deepseek_v3",
@@ -33,3 +35,12 @@ DEEPSEEK_V3 = ModelConfig(
     eos_token_ids=(1,),
     fp8=Fp8Config(),
 )
+"""DeepSeek-V3 (671B; arXiv:2412.19437)."""
+
+DEEPSEEK_V31 = dataclasses.replace(DEEPSEEK_V3, fp8=Fp8Config(scale_fmt="ue8m0"))
+"""DeepSeek-V3.1: DeepSeek-V3 with FP8 scales that are powers of two."""
+
+DEEPSEEK_V32 = dataclasses.replace(
+    DEEPSEEK_V31, family="deepseek_v32", indexer=IndexerConfig(num_heads=64, head_dim=128, topk=2048)
+)
+"""DeepSeek-V3.2: DeepSeek-V3.1 with sparse attention to 2,048 tokens per query."""

@@ -23,9 +23,9 @@ from collections.abc import Callable
 import uvloop
 from rich.console import Console
 
-from dsv3.batch.journal import BatchError, InputSummary, Journal, model_identity, summarize_input
+from dsv3.batch.journal import BatchError, Journal, model_identity, summarize_input
 from dsv3.batch.options import BatchOptions
-from dsv3.batch.progress import ProgressDisplay
+from dsv3.batch.progress import progress_display
 from dsv3.batch.run import BatchProgress, run
 from dsv3.batch.servers import RemoteCompleter, remote_completer
 from dsv3.batch.tables import StagedBatch, stage
@@ -34,7 +34,7 @@ from dsv3.config.server_options import ServerOptions, ServiceOptions
 from dsv3.server.batches.completer import ServiceCompleter, check_fields, service_completer
 from dsv3.server.config import ServerConfig
 from launch import cli, flags
-from launch.model import model_dir, model_names
+from launch.catalog import model_dir, model_names
 
 for _options in (BatchOptions, ServiceOptions, EngineOptions):
     cli.define(_options)
@@ -58,11 +58,8 @@ def main(source: str, output: str) -> int:
         staged = stage(source, output, options)
         summary = summarize_input(staged.lines)
         model = uvloop.run(_model_of(options)) if config is None else _identity(config.model_dir)
-        journal = Journal.open(staged.answers, summary, model)
-        try:
-            return _run(staged, summary, journal, lambda: _completer(config, options))
-        finally:
-            journal.close()
+        with contextlib.closing(Journal.open(staged.answers, summary, model)) as journal:
+            return _run(staged, journal, lambda: _completer(config, options))
     except BatchError as error:
         print(f"launch.batch: {error}", file=sys.stderr)
         return 1
@@ -97,20 +94,21 @@ def _config() -> ServerConfig:
     )
 
 
-def _run(staged: StagedBatch, summary: InputSummary, journal: Journal, make: Callable[[], _Completer]) -> int:
-    if journal.answered == summary.lines:
-        _print(f"all {summary.lines} lines are answered already")
+def _run(staged: StagedBatch, journal: Journal, make: Callable[[], _Completer]) -> int:
+    total = journal.source.lines
+    if journal.answered == total:
+        _print(f"all {total} lines are answered already")
         return _finish(staged, journal)
     if journal.answered:
-        _print(f"resuming: {journal.answered} of {summary.lines} lines are answered already")
+        _print(f"resuming: {journal.answered} of {total} lines are answered already")
     so_far = "{} of {} lines are answered; run the same command to continue"
     try:
-        progress, received = uvloop.run(_serve(staged.lines, summary, journal, make))
+        progress, received = uvloop.run(_serve(staged.lines, journal, make))
     except BatchError:
-        _print(so_far.format(journal.answered, summary.lines))
+        _print(so_far.format(journal.answered, total))
         raise
     if received is not None:
-        _print(f"interrupted by {received.name}: {so_far.format(journal.answered, summary.lines)}")
+        _print(f"interrupted by {received.name}: {so_far.format(journal.answered, total)}")
         return 128 + received
     done = progress.succeeded + progress.failed
     _print(
@@ -133,10 +131,9 @@ def _finish(staged: StagedBatch, journal: Journal) -> int:
 
 
 async def _serve(
-    source: pathlib.Path, summary: InputSummary, journal: Journal, make: Callable[[], _Completer]
+    source: pathlib.Path, journal: Journal, make: Callable[[], _Completer]
 ) -> tuple[BatchProgress, signal.Signals | None]:
     """Runs the batch until it is done or a signal arrives; a second signal ends the process at once."""
-
     received: list[signal.Signals] = []
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
@@ -149,21 +146,13 @@ async def _serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
-    progress = BatchProgress(total=summary.lines, resumed=journal.answered)
-    try:
+    progress = BatchProgress(total=journal.source.lines, resumed=journal.answered)
+    # The signal may come while the model is loading.
+    with contextlib.suppress(asyncio.CancelledError):
         async with make() as completer:
-            with ProgressDisplay(Console(stderr=True)) as display:
-                progress = await run(
-                    source,
-                    journal,
-                    completer,
-                    concurrency=completer.concurrency,
-                    total=summary.lines,
-                    sorts=isinstance(completer, RemoteCompleter),
-                    on_progress=display.update,
-                )
-    except asyncio.CancelledError:  # the signal came while the model was loading
-        progress.interrupted = True
+            with progress_display(Console(stderr=True)) as show:
+                sorts = isinstance(completer, RemoteCompleter)
+                progress = await run(source, journal, completer, sorts=sorts, on_progress=show)
     return progress, received[0] if received else None
 
 

@@ -1,6 +1,7 @@
 """Flags from the declarations of `dsv3.config.options`, and options read back from the flags."""
 
 import json
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,17 @@ def make[T](cls: type[T], options: dict[str, Any]) -> T:
         return cls(**options)
     except ValueError as error:
         raise flags.UsageError(f"--{error}") from None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a listening socket of --host and --port; raises UsageError where there can be none."""
+    from dsv3.server.http.api_server import bind
+
+    try:
+        return bind(host, port)
+    except OSError as error:
+        where = f"{host} port {port}"
+        raise flags.UsageError(f"cannot listen on {where}: {error.strerror or error}; choose another --port") from None
 
 
 def _value(option: Option, value: Any) -> Any:

@@ -7,7 +7,7 @@ import secrets
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 from absl import flags as absl_flags
 
@@ -19,22 +19,13 @@ from launch import cli, flags
 _ATTEMPTS = 20
 
 
-class Membership(TypedDict):
-    """Values of `ClusterOptions` from an environment; None for missing ones."""
-
-    coordinator: str | None
-    num_processes: int | None
-    process_id: int | None
-    processes_per_node: int | None
-
-
-def slurm_membership(environ: Mapping[str, str]) -> Membership:
-    """Returns the membership from Slurm's environment, all None outside of a job step with several tasks.
+def slurm_membership(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Returns values of `ClusterOptions` from Slurm's environment, all None outside of a job step with several tasks.
 
     The leader is on the first host of the step. The port follows from the job's number, in the range of jax's own
     detection, so that jobs do not collide. https://slurm.schedmd.com/srun.html, "Output environment variables".
     """
-    nothing = Membership(coordinator=None, num_processes=None, process_id=None, processes_per_node=None)
+    nothing: dict[str, Any] = dict.fromkeys(("coordinator", "num_processes", "process_id", "processes_per_node"))
     try:
         job, nodes = int(environ["SLURM_JOB_ID"]), environ["SLURM_STEP_NODELIST"]
         tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
@@ -45,7 +36,7 @@ def slurm_membership(environ: Mapping[str, str]) -> Membership:
         return nothing
     coordinator = f"{first_host(nodes)}:{61440 + job % 4094}"
     per_node = _equal_count(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    return Membership(coordinator=coordinator, num_processes=tasks, process_id=process_id, processes_per_node=per_node)
+    return dict(coordinator=coordinator, num_processes=tasks, process_id=process_id, processes_per_node=per_node)
 
 
 def _equal_count(counts: str) -> int:

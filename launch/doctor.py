@@ -21,7 +21,7 @@ from rich.console import Console
 
 from dsv3.config.server_options import ServiceOptions
 from launch import flags
-from launch.model import model_dir
+from launch.catalog import model_dir
 from tools.doctor.checks import table
 from tools.doctor.run import Report, examine
 

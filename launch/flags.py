@@ -68,7 +68,8 @@ def run(main: Callable[..., int | None], positional: str = "", argv: Sequence[st
             sys.exit(0)
         sys.exit(main(*parse(argv, positional, values, config)))
     except UsageError as error:
-        sys.exit(_usage_exit(program, error))
+        print(f"{program}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def define_config(values: flags.FlagValues) -> flags.Flag | None:
@@ -182,6 +183,12 @@ def check_outputs(json_path: str | None, plot_path: str | None, plot_suffixes: S
         raise UsageError(f"--plot {plot_path}: the file's name must end in {' or '.join(plot_suffixes)}")
     if plot_path and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: install the 'plots' extra")
+
+
+def write_json(path: str | None, values: Any) -> None:
+    """Writes values to the file of --json, if it is given."""
+    if path:
+        Path(path).write_text(json.dumps(values, indent=1) + "\n")
 
 
 def version_text() -> str:
@@ -299,8 +306,3 @@ def _program(module: object) -> str:
     started = [Path(each).name for each in sys.orig_argv[1:2]]
     package, _, command = spec.name.rpartition(".")
     return f"dsv3 {command}" if started == ["dsv3"] and package == "launch" else f"python -m {spec.name}"
-
-
-def _usage_exit(program: str, error: UsageError) -> int:
-    print(f"{program}: {error}", file=sys.stderr)
-    return 2

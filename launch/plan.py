@@ -97,9 +97,7 @@ def _fleet() -> int:
     """Plans the capacity of a fleet."""
     if given := [flag.name for flag in _DEPLOYMENT_FLAGS if flag.value]:
         raise flags.UsageError(f"fleet takes no --{given[0]}")
-    written = _plan_day(catalog.model(_MODEL.value), Path(_MODEL.value).name)
-    if _JSON.value:
-        Path(_JSON.value).write_text(json.dumps(written, indent=1) + "\n")
+    flags.write_json(_JSON.value, _plan_day(catalog.model(_MODEL.value), Path(_MODEL.value).name))
     return 0
 
 
@@ -140,8 +138,7 @@ def _train() -> int:
     if given := [flag.name for flag in (*_DEPLOYMENT_FLAGS, _MODEL) if flag.present] + _given_fleet_flags():
         raise flags.UsageError(f"train takes no --{given[0]}: --config names the model")
     written, fits = plan_training.plan()
-    if _JSON.value:
-        Path(_JSON.value).write_text(json.dumps(written, indent=1) + "\n")
+    flags.write_json(_JSON.value, written)
     return 0 if fits else 1
 
 
@@ -165,8 +162,7 @@ def _plan(model: "ModelConfig", deployment: "Deployment", prefill: "Deployment |
     except (DeploymentError, AotUnavailableError) as error:
         raise flags.UsageError(str(error)) from error
     console.print(report.render(plan, prefill_plan))
-    if _JSON.value:
-        Path(_JSON.value).write_text(json.dumps(report.as_json(plan, prefill_plan), indent=1) + "\n")
+    flags.write_json(_JSON.value, report.as_json(plan, prefill_plan))
     if _PLOT.value and plan.steps:
         report.draw(plan, Path(_PLOT.value))
     return 0 if plan.verdict.fits else 1
@@ -188,8 +184,7 @@ def _plan_from_shapes(model: "ModelConfig", deployment: "Deployment") -> int:
     except (DeploymentError, AotUnavailableError) as error:
         raise flags.UsageError(str(error)) from error
     Console().print(uncompiled_report.render(plan))
-    if _JSON.value:
-        Path(_JSON.value).write_text(json.dumps(uncompiled_report.as_json(plan), indent=1) + "\n")
+    flags.write_json(_JSON.value, uncompiled_report.as_json(plan))
     return 0 if plan.verdict.fits else 1
 
 

@@ -154,7 +154,7 @@ def _time_table(planned: TrainingPlan) -> "Table":
     schedule = planned.schedule
     table = make_table(f"{schedule.algorithm}, {schedule.ranks} ranks (a model, not a measurement)", "", "")
     table.add_row("micro-batches, of rows on a rank", f"{schedule.micro_batches}, {planned.rows}")
-    table.add_row("micro-batches in flight at most", str(simulator.activations(schedule)))
+    table.add_row("micro-batches in flight at most", str(max(simulator.simulate(schedule).in_flight())))
     table.add_row("MB sent by a device per pair of a MoE layer", f"{planned.pair_wire_bytes / 1e6:,.1f}")
     for name, value in zip(("forward", "backward", "weight gradient"), planned.stage.alone, strict=True):
         table.add_row(f"{name} of the slowest stage", f"{value * 1e3:,.2f} ms")

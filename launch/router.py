@@ -9,49 +9,37 @@ one dies. GET /health answers 503 until an instance is ready. The first SIGTERM 
 for those in flight; the second ends them.
 """
 
+import functools
 import logging
 import sys
 
 import uvloop
 
 from dsv3.config.server_options import ServerOptions
-from dsv3.server.http.api_server import bind
-from dsv3.server.tenants import Tenant, load_tenants
+from dsv3.files import read_api_key
+from dsv3.server.tenants import load_tenants
 from launch import cli, flags
-from router.app import instance_key, serve
+from router.app import serve
 from router.options import RouterOptions
 
 cli.define(RouterOptions)
+_print = functools.partial(print, flush=True)
 
 
 def main() -> int:
     """Serves until a signal."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     options = cli.read(RouterOptions)
-    tenants, api_key = _keys(options)
-    try:
-        listener = bind(options.host, options.port)
-    except OSError as error:
-        where = f"{options.host} port {options.port}"
-        raise flags.UsageError(f"cannot listen on {where}: {error.strerror or error}; choose another --port") from None
     host = f"[{options.host}]" if ":" in options.host else options.host
-    scheme = "http" if options.ssl_certfile is None else "https"
-    _print(f"routing at {scheme}://{host}:{listener.getsockname()[1]}")
+    scheme, path = "http" if options.ssl_certfile is None else "https", options.instance_api_key_file
     try:
+        tenants = load_tenants(ServerOptions(api_key_file=options.api_key_file))
+        api_key = None if path is None else read_api_key(path, "instance_api_key_file")
+        listener = cli.listen(options.host, options.port)
+        _print(f"routing at {scheme}://{host}:{listener.getsockname()[1]}")
         return uvloop.run(serve(options, tenants, api_key, listener, _print))
     except ValueError as error:
         raise flags.UsageError(f"--{error}") from None
-
-
-def _keys(options: RouterOptions) -> tuple[tuple[Tenant, ...], str | None]:
-    try:
-        return load_tenants(ServerOptions(api_key_file=options.api_key_file)), instance_key(options)
-    except ValueError as error:
-        raise flags.UsageError(f"--{error}") from None
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ those in flight finish; the second aborts them.
 """
 
 import dataclasses
+import functools
 import os
 import sys
 import tempfile
@@ -33,15 +34,16 @@ from dsv3.engine.cluster.link import FollowOrder
 from dsv3.engine.cluster.supervisor import Supervisor
 from dsv3.logs import configure_logging
 from dsv3.server.config import ServerConfig
-from dsv3.server.http.api_server import bind, serve
+from dsv3.server.http.api_server import serve
 from dsv3.server.serving.service import Service
-from dsv3.server.tenants import Tenant, load_tenants
+from dsv3.server.tenants import load_tenants
 from launch import cli, flags, node
+from launch.catalog import model_dir, model_names
 from launch.cluster import cluster_options, one_host_flags, processes_needed
-from launch.model import model_dir, model_names
 
 for _options in (ServerOptions, EngineOptions, ClusterOptions):
     cli.define(_options)
+_say = functools.partial(print, flush=True)
 
 
 def main() -> int:
@@ -53,13 +55,7 @@ def main() -> int:
             return node.serve(node.places([*sys.argv[1:], *own], 1, 0, count))
     if config.cluster is not None and not config.cluster.is_leader:
         return _follow(config.cluster, config)
-    host, port = config.options.host, config.options.port
-    try:
-        listener = bind(host, port)
-    except OSError as error:
-        raise flags.UsageError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another --port"
-        ) from None
+    listener = cli.listen(config.options.host, config.options.port)
     address = _address(config.options, listener.getsockname()[1])
     _say(f"serving {config.model_names[0]} from {config.model_dir}; {address}/health returns 200 when it is ready")
     try:
@@ -84,18 +80,11 @@ def _config() -> ServerConfig:
             model_dir=model_dir(options),
             model_names=model_names(options),
             options=dataclasses.replace(options, api_key=None),
-            tenants=_tenants(options),
+            tenants=load_tenants(options),
             engine=engine,
             cluster=cluster,
             notify=_say,
         )
-    except ValueError as error:
-        raise flags.UsageError(f"--{error}") from None
-
-
-def _tenants(options: ServerOptions) -> tuple[Tenant, ...]:
-    try:
-        return load_tenants(options)
     except ValueError as error:
         raise flags.UsageError(f"--{error}") from None
 
@@ -124,10 +113,6 @@ def _greeting(service: Service, address: str, config: ServerConfig) -> str:
         f"KV cache of {info.num_pages * info.rules.page_size} tokens in {info.num_pages} pages)\n"
         f"curl {address}/v1/{path}{auth} -H 'Content-Type: application/json' -d '{body}'"
     )
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ docs/simulate.md lists what is real in a simulation and what is modelled.
 """
 
 import gc
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,8 +54,7 @@ def main() -> int:
     except (FleetConfigError, TimesError, TrafficError) as error:
         raise flags.UsageError(str(error)) from error
     Console().print(report.render(figures))
-    if _JSON.value:
-        Path(_JSON.value).write_text(json.dumps(figures, indent=1) + "\n")
+    flags.write_json(_JSON.value, figures)
     if _PLOT.value:
         report.draw(snapshots, record, Path(_PLOT.value))
     return 0
@@ -64,6 +62,7 @@ def main() -> int:
 
 def _times(options: SimulateOptions, model: "ModelConfig") -> "dict[str, InstanceTimes]":
     """Returns the deployments' step times: from the file, or else compiled and added to it."""
+    from tools.simulate.from_plan import times_digest
     from tools.simulate.times import read_times, write_times
 
     path = None if options.times is None else Path(options.times)
@@ -71,23 +70,13 @@ def _times(options: SimulateOptions, model: "ModelConfig") -> "dict[str, Instanc
         raise flags.UsageError(f"--times {path}: its directory does not exist")
     known = read_times(path) if path is not None and path.exists() else {}
     names = [name for name in (options.prefill, options.decode, options.instances) if name]
-    found = {}
     for name in names:
         deployment = catalog.deployment(name)
-        found[name] = _if_current(known.get(name), model, deployment) or _compiled(model, deployment)
-        if path is not None and known.get(name) is not found[name]:
-            known[name] = found[name]
-            write_times(path, known)
-    return found
-
-
-def _if_current(
-    times: "InstanceTimes | None", model: "ModelConfig", deployment: "Deployment"
-) -> "InstanceTimes | None":
-    """Returns `times` if they are of this model and deployment, else None."""
-    from tools.simulate.from_plan import times_digest
-
-    return times if times is not None and times.digest == times_digest(model, deployment) else None
+        if name not in known or known[name].digest != times_digest(model, deployment):
+            known[name] = _compiled(model, deployment)
+            if path is not None:
+                write_times(path, known)
+    return {name: known[name] for name in names}
 
 
 def _compiled(model: "ModelConfig", deployment: "Deployment") -> "InstanceTimes":

@@ -94,11 +94,12 @@ def _trainer(config: TrainingConfig, ranks: int, size: RankSize, console: Consol
         )
     schedule = training.schedule(ranks)
     trainer = PipelineTrainer(config, schedule, rank_meshes(jax.devices(), ranks, size))
-    idle = simulator.bubble(schedule) / simulator.simulate(schedule).makespan
+    timeline = simulator.simulate(schedule)
+    idle = max(timeline.bubbles()) / timeline.makespan
     console.print(
         f"{schedule.algorithm} over {ranks} ranks, {schedule.micro_batches} micro-batches: each rank is idle for "
         f"{idle:.0%} of a step if a backward takes as long as two forwards, and keeps activations of at most "
-        f"{simulator.activations(schedule)} micro-batches",
+        f"{max(timeline.in_flight())} micro-batches",
         highlight=False,
         soft_wrap=True,
     )

@@ -16,7 +16,7 @@ from dsv3.config.options import EngineOptions
 from dsv3.config.server_options import ServiceOptions
 from dsv3.logs import configure_logging
 from launch import cli, flags
-from launch.model import model_dir
+from launch.catalog import model_dir
 
 _MODEL = absl_flags.DEFINE_string(
     "model", None, "Tune for this Hugging Face model directory; default: the bundled model."

@@ -12,7 +12,6 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -23,7 +22,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsv3.config.server_options import ServerOptions
-from dsv3.files import read_api_key
 from dsv3.http_client import RequestFailed
 from dsv3.server.config import Deadlines
 from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, tenant_of
@@ -42,7 +40,7 @@ from router.canary import Canary, parse_share
 from router.instance import Instance
 from router.members import Members, Pool, read_registration
 from router.options import RouterOptions
-from router.relay import Fleet, InstanceReply, Relay, RouterMetrics
+from router.relay import Fleet, Relay, RouterMetrics
 from router.request import parse_request
 
 Make = Callable[[str], Instance]
@@ -64,7 +62,7 @@ class RouterSite:
     `members` registers instances; None where the router takes no registrations. `tracer` is None without traces.
     """
 
-    def __init__(self, fleet: Fleet, tenants: Tenants, members: Members | None = None, tracer: Tracer | None = None):
+    def __init__(self, fleet: Fleet, tenants: Tenants, members: Members | None, tracer: Tracer | None):
         self.fleet, self.tenants, self.members, self.tracer = fleet, tenants, members, tracer
         self.budget, self._bodies = Budget(), BodyReader()
         self.is_draining, self.active = False, 0
@@ -113,19 +111,14 @@ def make_app(site: RouterSite, host: str) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
     admitted = Admit(app, lambda _: site.fleet.metrics.requests.labels("503").inc())
-    if site.tenants.all:
-        return _ExceptRegistration(RequireKey(admitted, site.tenants), admitted)
-    return RequireLocalName(admitted, host) if is_loopback(host) else admitted
+    if not site.tenants.all:
+        return RequireLocalName(admitted, host) if is_loopback(host) else admitted
+    guarded = RequireKey(admitted, site.tenants)
 
+    async def except_registration(scope: Scope, receive: Receive, send: Send) -> None:
+        await (admitted if scope["path"] == REGISTER else guarded)(scope, receive, send)
 
-class _ExceptRegistration:
-    """ASGI middleware that leaves the key of registrations to their route."""
-
-    def __init__(self, guarded: ASGIApp, bare: ASGIApp):
-        self._guarded, self._bare = guarded, bare
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await (self._bare if scope["path"] == REGISTER else self._guarded)(scope, receive, send)
+    return except_registration
 
 
 def _http_error(http: Request, error: Exception) -> Response:
@@ -187,7 +180,7 @@ async def _models(site: RouterSite, _: Request) -> Response:
     for instance in site.fleet.answering.instances:
         if instance.status == "ok":
             with contextlib.suppress(RequestFailed, TimeoutError):
-                status, content = await instance.get("/v1/models")
+                status, content = await instance.fetch("GET", "/v1/models")
                 if status == 200:
                     return Response(content, media_type="application/json")
     raise unavailable("no instance answers", "no_instance")
@@ -209,13 +202,11 @@ async def _relay(site: RouterSite, http: Request) -> Response:
         headers = {"X-Request-Id": http.scope["extensions"][REQUEST_ID]} | trace_context(http.headers)
         if http.headers.get(TIMING_HEADER) == "1":
             headers[TIMING_HEADER] = "1"
-        if site.tracer is None:
-            return RelayResponse(site, Relay(site.fleet, request, headers), stack.pop_all().close)
-        trace = site.tracer.start("relay", http.headers)
-        relay = Relay(site.fleet, request, headers | trace.headers)
-        if trace.is_sampled:
-            extensions, request_id = http.scope["extensions"], headers["X-Request-Id"]
-            extensions[ENDED] = functools.partial(_end_trace, trace, relay, began, request_id)
+        trace = None if site.tracer is None else site.tracer.start("relay", http.headers)
+        relay = Relay(site.fleet, request, headers if trace is None else headers | trace.headers)
+        if trace is not None and trace.is_sampled:
+            request_id = headers["X-Request-Id"]
+            http.scope["extensions"][ENDED] = functools.partial(_end_trace, trace, relay, began, request_id)
         return RelayResponse(site, relay, stack.pop_all().close)
 
 
@@ -263,7 +254,7 @@ class RelayResponse(Response):
             self.status_code = error.status  # for the metrics; the client has got a 200
             return
         if reply is not None:
-            await self._respond(_response(reply), scope, receive)
+            await self._respond(reply, scope, receive)
         else:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -284,19 +275,6 @@ _EVENT_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-def _response(reply: InstanceReply) -> Response:
-    headers: dict[str, Any] = {"content-type": reply.media_type}
-    if reply.timing is not None:
-        headers["server-timing"] = reply.timing
-    return Response(reply.content, reply.status, headers)
-
-
-def instance_key(options: RouterOptions) -> str | None:
-    """Reads the key that the instances require; raises ValueError, whose text has no part of it."""
-    path = options.instance_api_key_file
-    return None if path is None else read_api_key(path, "instance_api_key_file")
 
 
 def maker(options: RouterOptions, api_key: str | None) -> Make:
@@ -358,13 +336,16 @@ async def serve(
     certificate = certificate_of(ServerOptions(**{name: getattr(options, name) for name in _TLS}))
     server = HttpServer(make_app(site, options.host), listener, limit, Deadlines(), certificate)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
-    async with _watching(fleet, members):
+    members.start()
+    try:
         server.start()
         await first.wait()
         site.is_draining = True
         await _drained(site, second, options.shutdown_timeout)
         await server.close()
         await site.close()
+    finally:
+        await members.close()
     return 0
 
 
@@ -372,17 +353,3 @@ async def _drained(site: RouterSite, second: asyncio.Event, seconds: float) -> N
     deadline = asyncio.get_running_loop().time() + seconds
     while site.active and asyncio.get_running_loop().time() < deadline and not second.is_set():
         await wait_for_any(second, timeout_s=_FINISH_S)
-
-
-@contextlib.asynccontextmanager
-async def _watching(fleet: Fleet, members: Members):
-    pools = [pool for pool in (fleet.answering, fleet.prefilling) if pool is not None]
-    tasks = [asyncio.create_task(pool.keep_dispatching()) for pool in pools]
-    members.start()
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await members.close()

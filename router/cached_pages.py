@@ -38,10 +38,6 @@ _START = b""
 _decoder = msgspec.msgpack.Decoder(EventBatch)
 
 
-class UnreadableEvents(Exception):
-    """A message is not a batch of KV events."""
-
-
 def token_page_keys(tokens: Sequence[int] | np.ndarray, before: bytes = _START) -> tuple[bytes, ...]:
     """Returns the keys of the full pages of `tokens`; `before` is the key of the page before them."""
     data, keys = np.asarray(tokens, "<i4").tobytes(), []
@@ -52,11 +48,11 @@ def token_page_keys(tokens: Sequence[int] | np.ndarray, before: bytes = _START) 
 
 
 def read_batch(payload: bytes) -> EventBatch:
-    """Decodes a batch; raises UnreadableEvents."""
+    """Decodes a batch; raises ValueError for what is none."""
     try:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError) as error:
-        raise UnreadableEvents(str(error)) from None
+        raise ValueError(str(error)) from None
 
 
 class CachedPages:
@@ -65,15 +61,9 @@ class CachedPages:
     def __init__(self, num_ranks: int) -> None:
         self._holders = RankPrefixIndex(num_ranks)
         self._keys_of: OrderedDict[int, tuple[bytes, ...]] = OrderedDict()  # block hash to page keys
-        self._cached: list[dict[tuple[int, str], tuple[bytes, ...]]] = [
-            {} for _ in range(num_ranks)
-        ]  # (block hash, medium) to page keys
+        # (block hash, medium) to page keys
+        self._cached: list[dict[tuple[int, str], tuple[bytes, ...]]] = [{} for _ in range(num_ranks)]
         self._counts: Counter[tuple[bytes, int]] = Counter()  # of those, by page key and rank
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the instance."""
-        return len(self._cached)
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -194,7 +184,7 @@ class Listener:
                     await self._listen(context, socket, rank)
             except _OtherPublisher:
                 pass
-            except (zmq.ZMQError, TimeoutError, UnreadableEvents) as error:
+            except (zmq.ZMQError, TimeoutError, ValueError) as error:
                 _log.warning("%s: no KV events of rank %d (%s)", self._name, rank, str(error) or "it does not answer")
             pause = _RETRY_S[0] if self._is_current[rank] else min(2 * pause, _RETRY_S[1])
             self._is_current[rank] = False
@@ -275,5 +265,5 @@ class _OtherPublisher(Exception):
 
 def _message(frames: list[bytes]) -> tuple[int, bytes]:
     if len(frames) != 3 or len(frames[1]) != 8:
-        raise UnreadableEvents(f"a message has {len(frames)} parts")
+        raise ValueError(f"a message has {len(frames)} parts")
     return int.from_bytes(frames[1], "big", signed=True), frames[2]

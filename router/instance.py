@@ -18,9 +18,6 @@ from router.policy import InFlightPrompts, InstanceLoad, cost_of
 from router.request import Prompt
 
 DEFAULT_CONCURRENCY = 64
-Tls = ssl.SSLContext | None
-"""Certificate authorities for https://; None: those of the system."""
-
 _BACKOFF_S = 1.0, 30.0
 _FAILURES = 3
 _MAX_HEALTH_BYTES = 2**16
@@ -104,17 +101,21 @@ class CircuitBreaker:
 class Instance:
     """One instance. `status` is what /health reports ("ok" where it is healthy), or "unknown", "gone" or "silent".
 
-    `version` is what it has named in /v1/models since it came up, "" where it names none.
+    `version` is what it has named in /v1/models since it came up, "" where it names none. `tls` has the certificate
+    authorities for https:// in place of the system's.
     """
 
-    def __init__(self, url: str, api_key: str | None, concurrency: int | None, health_s: float, tls: Tls = None):
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        concurrency: int | None,
+        health_s: float,
+        tls: ssl.SSLContext | None = None,
+    ):
         self.url, self.status, self.version = url, "unknown", ""
-        self.load, self.sent, self.in_flight, self.breaker = (
-            InstanceLoad(),
-            SentPages(),
-            InFlightPrompts(),
-            CircuitBreaker(),
-        )
+        self.load, self.sent = InstanceLoad(), SentPages()
+        self.in_flight, self.breaker = InFlightPrompts(), CircuitBreaker()
         self.lease_until: float | None = None  # of a monotonic clock; None: no lease
         self.listener: Listener | None = None
         self._address = Address.parse(url)
@@ -136,6 +137,11 @@ class Instance:
         """Whether it is healthy and has not left."""
         return self.status == "ok" and self.is_leased(time.monotonic())
 
+    @property
+    def is_reachable(self) -> bool:
+        """Whether a process answers there, as far as is known, though it may not be healthy, and has not left."""
+        return self.status not in ("gone", "silent") and self.is_leased(time.monotonic())
+
     def is_leased(self, now: float) -> bool:
         """Returns whether its lease has not ended."""
         return self.lease_until is None or now < self.lease_until
@@ -151,7 +157,7 @@ class Instance:
         A salted prompt finds its tenant's pages only, and events name no tenant: there the smaller of both counts.
         """
         sent = self.sent.overlap(prompt.keys)
-        if self.listener is None or not self.listener.is_live or prompt.token_keys is None:
+        if self.listener is None or not self.publishes_events or prompt.token_keys is None:
             return sent
         cached = self.listener.cached.overlap(prompt.token_keys)
         return min(cached, sent) if prompt.is_salted else max(cached, self.in_flight.overlap(prompt.keys))
@@ -168,7 +174,7 @@ class Instance:
 
     @contextlib.asynccontextmanager
     async def post_stream(self, path: str, body: Body, headers: dict[str, str]) -> AsyncIterator[StreamedResponse]:
-        """Sends a POST over a connection of its own and yields the response, whatever its status; raises Broken."""
+        """Sends a POST over a new connection and yields the response, whatever its status; raises InstanceFailed."""
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with self._cancelable():
@@ -182,7 +188,7 @@ class Instance:
             yield found
 
     async def chunks(self, response: StreamedResponse) -> AsyncIterator[bytes]:
-        """Yields the body of a StreamedResponse as it comes; raises Broken."""
+        """Yields the body of a StreamedResponse as it comes; raises InstanceFailed."""
         chunks = response.pieces()
         while True:
             try:
@@ -195,7 +201,7 @@ class Instance:
             yield chunk
 
     async def read(self, response: StreamedResponse, limit: int) -> bytes:
-        """Returns the body of a StreamedResponse; raises Broken, also for more than `limit` bytes."""
+        """Returns the body of a StreamedResponse; raises InstanceFailed, also for more than `limit` bytes."""
         body = bytearray()
         async for chunk in self.chunks(response):
             body += chunk
@@ -203,20 +209,20 @@ class Instance:
                 raise InstanceFailed(f"an answer has more than {limit} bytes")
         return bytes(body)
 
-    async def get(self, path: str) -> tuple[int, bytes]:
-        """Returns status and body of a GET; raises RequestFailed, and TimeoutError after the time for /health."""
-        async with asyncio.timeout(self._health_s), self._client.exchange("GET", path) as response:
-            return response.status, await response.read(_MAX_HEALTH_BYTES)
+    async def fetch(
+        self, method: str, path: str, body: bytes = b"", limit: int = _MAX_HEALTH_BYTES
+    ) -> tuple[int, bytes]:
+        """Returns a response's status and the first `limit` bytes of its body.
 
-    async def post(self, path: str, body: bytes, limit: int) -> tuple[int, bytes]:
-        """Returns status and the first `limit` bytes of what a POST gives; raises what `get` does."""
-        async with asyncio.timeout(self._health_s), self._client.exchange("POST", path, body) as response:
+        Raises RequestFailed, and TimeoutError after the time for /health.
+        """
+        async with asyncio.timeout(self._health_s), self._client.exchange(method, path, body) as response:
             return response.status, await response.read(limit)
 
     async def probe(self) -> None:
         """Reads /health and updates `status`."""
         try:
-            code, body = await self.get("/health")
+            code, body = await self.fetch("GET", "/health")
             status = "ok" if code == 200 else _reported_status(body)
             if status == "ok" and self.status != "ok":
                 await self._on_up(is_new=self.status != "silent")
@@ -227,24 +233,20 @@ class Instance:
                 self._cancel_reads()
             return
         except RequestFailed:
-            self._set_status("gone")
-            return
-        self._set_status(status)
+            status = "gone"
+        self.status, self._silences = status, 0
 
     async def close(self) -> None:
         """Closes idle connections and the subscription to KV events."""
         await self._client.close()
         self._subscribe(None)
 
-    def _set_status(self, status: str) -> None:
-        self.status, self._silences = status, 0
-
     async def _on_up(self, is_new: bool) -> None:
         """Reads version and limits of an instance that came up; raises RequestFailed and TimeoutError.
 
         It resets failures, and the pages that an earlier process had.
         """
-        content = (await self.get("/v1/models"))[1]
+        content = (await self.fetch("GET", "/v1/models"))[1]
         self.breaker.on_success()
         if is_new:
             self.sent.clear()
@@ -267,9 +269,9 @@ class Instance:
             self.listener.start()
 
     @contextlib.asynccontextmanager
-    async def _cancelable(self, seconds: float | None = None) -> AsyncIterator[None]:
-        """Raises TimeoutError inside the `async with` when the instance falls silent, or after `seconds`."""
-        async with asyncio.timeout(seconds) as wait:
+    async def _cancelable(self) -> AsyncIterator[None]:
+        """Raises TimeoutError inside the `async with` when the instance falls silent."""
+        async with asyncio.timeout(None) as wait:
             self._reading.add(wait)
             try:
                 yield

@@ -4,6 +4,7 @@ import asyncio
 import collections
 import contextlib
 import hmac
+import itertools
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -19,23 +20,28 @@ from router.request import Prompt
 
 _RETRY_S = 1
 _DISPATCH_S = 0.1  # back-offs end without an event
+_ABSENT_S = 5.0  # an instance that runs registers with a new router in this time
 LEASE_S = 10.0
 """Seconds after which an instance that has not renewed its registration gets no more requests."""
 MAX_REGISTERED = 1024
 _MAX_URL = 2048
 
 
-_Entry = tuple[Prompt, asyncio.Future[Booking]]
+_Entry = tuple[Prompt, asyncio.Future[Booking | None]]
 
 
 class Pool:
-    """Dispatches each request to the instance where it costs least; queues in order of arrival while all are full."""
+    """Dispatches each request to the instance where it costs least; queues in order of arrival while all are full.
+
+    Requests are refused when no instance has been reachable for 5 s: they would wait for nothing.
+    """
 
     def __init__(self, instances: Sequence[Instance], *, decodes: bool, max_queued: int, queue_s: float):
         self.instances = list(instances)
         self._decodes, self._max_queued, self._queue_s = decodes, max_queued, queue_s
         self._waiting: dict[str | None, collections.deque[_Entry]] = {}  # by the version that they wait for
         self._chance = random.Random()
+        self._reachable_at = time.monotonic()
 
     @property
     def is_up(self) -> bool:
@@ -54,7 +60,7 @@ class Pool:
 
     @contextlib.asynccontextmanager
     async def book(self, prompt: Prompt, version: str | None = None) -> AsyncIterator[Booking]:
-        """Yields a booking at an instance; raises ApiError 503 where the queue is full or the wait too long.
+        """Yields a booking at an instance; raises ApiError 503 where the queue is full or no instance takes it in time.
 
         It is one of `version`, unless that is None or no such instance is healthy. Each version has its own queue.
         """
@@ -81,10 +87,21 @@ class Pool:
                 del self._waiting[version]
 
     async def keep_dispatching(self) -> None:
-        """Dispatches every 0.1 s, until it is cancelled."""
+        """Dispatches every 0.1 s, or refuses all where no instance is reachable, until it is cancelled."""
         while True:
             await asyncio.sleep(_DISPATCH_S)
             self.dispatch()
+            if self._has_none():
+                for _, future in itertools.chain(*self._waiting.values()):
+                    if not future.done():
+                        future.set_result(None)
+                self._waiting.clear()
+
+    def _has_none(self) -> bool:
+        """Returns whether no instance has been reachable for a while."""
+        if any(instance.is_reachable for instance in self.instances):
+            self._reachable_at = time.monotonic()
+        return time.monotonic() - self._reachable_at > _ABSENT_S
 
     def _try_book(self, prompt: Prompt, version: str | None) -> Booking | None:
         free = [instance for instance in self.instances if instance.accepts_requests]
@@ -98,27 +115,33 @@ class Pool:
         return Booking(free[index], prompt, pages[index])
 
     async def _wait(self, prompt: Prompt, version: str | None) -> Booking:
+        if self._has_none():
+            raise unavailable("no instance is reachable", "no_instance", _RETRY_S)
         if self.num_waiting >= self._max_queued:
             raise unavailable("the router's queue is full", QUEUE_FULL, _RETRY_S)
-        future: asyncio.Future[Booking] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Booking | None] = asyncio.get_running_loop().create_future()
         entry = prompt, future
         self._waiting.setdefault(version, collections.deque()).append(entry)
         try:
             async with asyncio.timeout(self._queue_s):
-                return await asyncio.shield(future)
+                booking = await asyncio.shield(future)
         except TimeoutError:
             self._dequeue(entry, version)
             raise unavailable("no instance accepted the request in time", "no_instance", _RETRY_S) from None
         except BaseException:
             self._dequeue(entry, version)
             raise
+        if booking is None:
+            raise unavailable("no instance is reachable", "no_instance", _RETRY_S)
+        return booking
 
     def _dequeue(self, entry: _Entry, version: str | None) -> None:
         """Removes an entry from the queue, or closes the booking that came too late for it."""
         future = entry[1]
         if future.done() and not future.cancelled():
-            future.result().close()
-            self.dispatch()
+            if (booking := future.result()) is not None:
+                booking.close()
+                self.dispatch()
         else:
             future.cancel()
             with contextlib.suppress(ValueError):
@@ -170,19 +193,22 @@ class Members:
         self._pools, self._make, self._interval_s, self._notify = pools, make, interval_s, notify
         self._key = key
         self._tasks: dict[Instance, asyncio.Task[None]] = {}
+        self._dispatching: list[asyncio.Task[None]] = []
         self._registered: dict[str, tuple[Pool, Instance]] = {}
 
     def start(self) -> None:
-        """Starts probing."""
+        """Starts probing, and the dispatching of the pools."""
         for pool in set(self._pools.values()):
+            self._dispatching.append(asyncio.create_task(pool.keep_dispatching()))
             for instance in pool.instances:
                 self._tasks[instance] = asyncio.create_task(self._probe(pool, instance))
 
     async def close(self) -> None:
-        """Ends all probing and closes the instances."""
-        for task in self._tasks.values():
+        """Ends what `start` and registrations have started, and closes the instances."""
+        tasks = [*self._dispatching, *self._tasks.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for instance in self._tasks:
             await instance.close()
 

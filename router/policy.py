@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import random
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -43,14 +43,7 @@ class InFlightPrompts:
 
     def overlap(self, keys: Sequence[bytes]) -> int:
         """Returns how many leading pages of a prompt are among them."""
-        return _overlap(keys, self._keys)
-
-
-def _overlap(keys: Sequence[bytes], known: Container[bytes]) -> int:
-    for i, key in enumerate(keys):
-        if key not in known:
-            return i
-    return len(keys)
+        return next((i for i, key in enumerate(keys) if key not in self._keys), len(keys))
 
 
 def cost_of(prompt: Prompt, pages: int) -> float:

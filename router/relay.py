@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
+from starlette.responses import Response
 
 from dsv3.http_client import Body, RequestFailed, ServerSentEvents, StreamedResponse
 from dsv3.server.protocol.errors import ENGINE_DIED, ApiError, unavailable
@@ -24,7 +25,7 @@ from router.instance import Booking, Instance, InstanceFailed
 from router.members import Pool
 from router.options import RouterOptions
 from router.request import MAX_PAGES, PAGE_TOKENS, RESUMABLE, TOKENIZED, ParsedRequest, Prompt
-from router.stream import ErrorEvent, Events, RelayedStream, UnreadableStream
+from router.stream import Events, RelayedStream
 
 MAX_DEATHS = 2
 """Instances that may die while they serve a request, before the request is taken for the cause."""
@@ -104,7 +105,7 @@ async def _tokens(instance: Instance, fields: Mapping[str, msgspec.Raw]) -> np.n
         return None
     body = b",".join(b'"%b":%b' % (name.encode(), fields[name]) for name in TOKENIZED if name in fields)
     try:
-        status, content = await instance.post("/tokenize", b"{%b}" % body, _MOST_BYTES)
+        status, content = await instance.fetch("POST", "/tokenize", b"{%b}" % body, _MOST_BYTES)
         tokens = msgspec.json.decode(content, type=_Tokenized).tokens if status == 200 else None
         return None if tokens is None else np.array(tokens, np.int32)
     except (RequestFailed, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
@@ -161,17 +162,11 @@ class RouterMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yields the gauges (prometheus_client calls this)."""
-        up = GaugeMetricFamily("dsv3:router_instance_up", "1: the instance is healthy.", labels=["instance"])
-        running = GaugeMetricFamily(
-            "dsv3:router_running", "Requests of this router that the instance serves.", labels=["instance"]
-        )
-        live = GaugeMetricFamily("dsv3:router_instance_tells", "1: its KV events arrive.", labels=["instance"])
-        pages = GaugeMetricFamily(
-            "dsv3:router_instance_pages", "Pages that it has cached, by its KV events.", labels=["instance"]
-        )
-        version = GaugeMetricFamily(
-            "dsv3:router_instance_version", "1: the instance serves this version.", labels=["instance", "version"]
-        )
+        up = _gauge("instance_up", "1: the instance is healthy.")
+        running = _gauge("running", "Requests of this router that the instance serves.")
+        live = _gauge("instance_tells", "1: its KV events arrive.")
+        pages = _gauge("instance_pages", "Pages that it has cached, by its KV events.")
+        version = _gauge("instance_version", "1: the instance serves this version.", "version")
         for instance in (each for pool in self._pools for each in pool.instances):
             up.add_metric([instance.url], float(instance.status == "ok"))
             version.add_metric([instance.url, instance.version], 1.0)
@@ -189,14 +184,8 @@ class RouterMetrics:
         return Histogram(f"dsv3:router_{name}", meaning, ["version"], buckets=SECONDS, registry=self._registry)
 
 
-@dataclasses.dataclass(frozen=True)
-class InstanceReply:
-    """An answer that is not streamed, or a refusal in the words of an instance; `timing` is its Server-Timing."""
-
-    status: int
-    media_type: str
-    content: bytes
-    timing: str | None = None
+def _gauge(name: str, meaning: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"dsv3:router_{name}", meaning, labels=["instance", *labels])
 
 
 @dataclasses.dataclass
@@ -242,7 +231,7 @@ class Relay:
         """Each time that it was sent: "prefill URL" or "answer URL", and when, by `time.monotonic`."""
         self.version: str | None = None
 
-    async def run(self, send: SendEvents) -> InstanceReply | None:
+    async def run(self, send: SendEvents) -> Response | None:
         """Returns the response, or None after all events of a streamed one went to `send`; raises ApiError.
 
         Nothing is sent before an instance has accepted the request, so that a refusal keeps its status.
@@ -304,22 +293,20 @@ class Relay:
         self._fleet.metrics.broken_by_version.labels(version).inc()
         self._attempts.on_failure(failure, has_died=has_died, now=time.monotonic())
 
-    async def _complete(self, booking: Booking) -> InstanceReply:
+    async def _complete(self, booking: Booking) -> Response:
         return await self._ask_whole(booking.instance, self._request.body(self._transfer_to(booking.instance)))
 
     def _transfer_to(self, instance: Instance) -> Mapping[str, Any] | None:
         """Returns the prompt's kv_transfer_params, where an instance of the same version has computed it."""
         return self._transfer if instance.version == self._transfer_version else None
 
-    async def _ask_whole(self, instance: Instance, body: Body) -> InstanceReply:
+    async def _ask_whole(self, instance: Instance, body: Body) -> Response:
         async with instance.post_stream(self._request.path, body, self._headers) as response:
             if response.status != 200:
                 return await _refusal(instance, response)
-            kind = response.headers.get("content-type", "application/json")
-            timing = response.headers.get("server-timing")
-            return InstanceReply(200, kind, await instance.read(response, MAX_ANSWER_BYTES), timing)
+            return _reply(response, await instance.read(response, MAX_ANSWER_BYTES))
 
-    async def _pass_through(self, booking: Booking, send: SendEvents) -> InstanceReply | None:
+    async def _pass_through(self, booking: Booking, send: SendEvents) -> Response | None:
         """Relays a stream unchanged: a route whose responses cannot be resumed."""
         instance = booking.instance
         body = self._request.body(self._transfer_to(instance))
@@ -332,11 +319,11 @@ class Relay:
                 await send(chunk)
         return None
 
-    async def _relay_stream(self, booking: Booking, relayed: RelayedStream, send: SendEvents) -> InstanceReply | None:
+    async def _relay_stream(self, booking: Booking, relayed: RelayedStream, send: SendEvents) -> Response | None:
         """Relays a stream and records its tokens; resumes behind those of earlier attempts."""
         relayed.reset()
         instance, events = booking.instance, Events()
-        body = self._request.resume_body(relayed.tokens, self._transfer_to(instance))
+        body = self._request.body(self._transfer_to(instance), relayed.tokens)
         async with instance.post_stream(self._request.path, body, self._headers) as response:
             if response.status != 200:
                 reply = await _refusal(instance, response)
@@ -359,12 +346,12 @@ class Relay:
                 if lines:
                     self._has_sent = True
                     await send(b"".join(lines))
-        except (UnreadableStream, RequestFailed) as error:
+        except RequestFailed as error:
             raise InstanceFailed(str(error)) from None
-        except ErrorEvent as failure:
-            if not failure.is_ours:
-                raise failure.error from None
-            raise InstanceFailed(str(failure), error=failure.error) from None
+        except ApiError as error:
+            if error.body.type != "server_error":  # another instance would refuse the request, too
+                raise
+            raise InstanceFailed(str(error), error=error) from None
 
     async def _prefilled(self, pool: Pool) -> Mapping[str, Any] | None:
         """Prefills the prompt; returns its kv_transfer_params, None where the answering instance has to compute it."""
@@ -395,16 +382,16 @@ class Relay:
             await self._on_failure(booking, failure)
             raise InstanceBusy from None
         instance.on_success()
-        if reply.status != 200:
+        if reply.status_code != 200:
             return None
         self._fleet.metrics.computed.inc()
-        return _transfer_of(reply.content)
+        return _object_in(bytes(reply.body), "kv_transfer_params")
 
 
-async def _refusal(instance: Instance, response: StreamedResponse) -> InstanceReply:
+async def _refusal(instance: Instance, response: StreamedResponse) -> Response:
     """Returns a refusal that goes to the client; raises InstanceBusy, InstanceFailed or ApiError for any other."""
     content = await instance.read(response, _MAX_ERROR_BYTES)
-    status, error = response.status, _error_of(content)
+    status, error = response.status, _object_in(content, "error") or {}
     if status in (401, 403):
         _log.error("%s refuses the router's key (%d); see --instance_api_key_file", instance.url, status)
         raise ApiError(502, "an instance refused the router's API key", kind="server_error", code="instance_refuses")
@@ -415,22 +402,22 @@ async def _refusal(instance: Instance, response: StreamedResponse) -> InstanceRe
         raise InstanceFailed(
             f"status {status}", error=ApiError(status, text, kind="server_error", code=error.get("code"))
         )
-    return InstanceReply(status, response.headers.get("content-type", "application/json"), content)
+    return _reply(response, content)
 
 
-def _error_of(content: bytes) -> dict[str, Any]:
-    try:
-        found = msgspec.json.decode(content)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return {}
-    error = found.get("error") if isinstance(found, dict) else None
-    return error if isinstance(error, dict) else {}
+def _reply(response: StreamedResponse, content: bytes) -> Response:
+    """Returns the client's response: an instance's whole answer, or its refusal in its own words."""
+    headers = {"content-type": response.headers.get("content-type", "application/json")}
+    if (timing := response.headers.get("server-timing")) is not None:
+        headers["server-timing"] = timing
+    return Response(content, response.status, headers)
 
 
-def _transfer_of(content: bytes) -> Mapping[str, Any] | None:
+def _object_in(content: bytes, name: str) -> dict[str, Any] | None:
+    """Returns the JSON object in a field of an answer; None where there is none."""
     try:
         found = msgspec.json.decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    params = found.get("kv_transfer_params") if isinstance(found, dict) else None
-    return params if isinstance(params, dict) else None
+    value = found.get(name) if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None

@@ -133,15 +133,19 @@ class ParsedRequest:
         """Bytes that it takes beside the client's body."""
         return sum(4 * len(ids) for ids in (*self.given, self.prompt.ids or ()))
 
-    def body(self, transfer: Mapping[str, Any] | None) -> Body:
-        """Returns the body for the first instance; `transfer` are the prompt's kv_transfer_params."""
-        return self._with({}, transfer)
+    def body(self, transfer: Mapping[str, Any] | None, tokens: Sequence[list[int]] = ()) -> Body:
+        """Returns the body for an instance that answers, and resumes behind `tokens` of each choice.
 
-    def resume_body(self, tokens: Sequence[list[int]], transfer: Mapping[str, Any] | None) -> Body:
-        """Returns the body for an instance that resumes behind `tokens` of each choice."""
-        if not any(tokens):
-            return self._with({}, transfer)
-        return self._with({"resume": {"output_token_ids": tokens}}, transfer)
+        `transfer` are the prompt's kv_transfer_params.
+        """
+        own = dict(self.own)
+        if any(tokens):
+            own["resume"] = {"output_token_ids": tokens}
+        if self.streams and self.is_resumable and not self.wants_ids:
+            own["return_token_ids"] = True
+        if transfer is not None:
+            own["kv_transfer_params"] = transfer
+        return self._ending(own)
 
     def prefill_body(self) -> Body:
         """Returns the body for a prefill instance."""
@@ -150,14 +154,6 @@ class ParsedRequest:
         return self._ending(
             self.own | without | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}  # type: ignore
         )
-
-    def _with(self, more: Mapping[str, Any], transfer: Mapping[str, Any] | None) -> Body:
-        own = {**self.own, **more}
-        if self.streams and self.is_resumable and not self.wants_ids:
-            own["return_token_ids"] = True
-        if transfer is not None:
-            own["kv_transfer_params"] = transfer
-        return self._ending(own)
 
     def _ending(self, own: Mapping[str, Any]) -> Body:
         """Returns the client's body with the router's fields at its end."""

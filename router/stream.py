@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from dsv3.http_client import ServerSentEvents
+from dsv3.http_client import RequestFailed, ServerSentEvents
 from dsv3.server.protocol.errors import ApiError
 from router.request import ParsedRequest
 
@@ -19,18 +19,6 @@ Events = functools.partial(ServerSentEvents, 2**26)
 _MAX_WITHOUT_IDS, _MAX_PENDING = 4, 1024
 
 _encode = msgspec.json.Encoder().encode
-
-
-class UnreadableStream(Exception):
-    """The body is not a stream of events."""
-
-
-class ErrorEvent(Exception):
-    """An event carries an error, which ends the stream; `is_ours`: another instance may succeed."""
-
-    def __init__(self, error: ApiError, *, is_ours: bool):
-        super().__init__(str(error))
-        self.error, self.is_ours = error, is_ours
 
 
 @dataclasses.dataclass
@@ -66,12 +54,12 @@ class RelayedStream:
     def push(self, data: bytes) -> tuple[list[bytes], int]:
         """Returns what the client is sent for one event, and its number of tokens.
 
-        Raises UnreadableStream and ErrorEvent.
+        Raises RequestFailed for what is no event of a stream, and ApiError for an event that carries an error.
         """
         if data == b"[DONE]":
             self.is_done = True
             return [*map(_line, self._flush(self._choices)), DONE], 0
-        event = read_event(data)
+        event = _read_event(data)
         if not self._choices:  # no instance could resume it
             return [_line(event)], 1
         self._set_identity(event)
@@ -96,7 +84,7 @@ class RelayedStream:
             event.pop("prompt_token_ids", None)
         parts = event.get("choices") or []
         if not isinstance(parts, list):
-            raise UnreadableStream("an event's choices are not a list")
+            raise _malformed("an event's choices are not a list")
         if not parts:
             return [event]
         parsed = [self._parse(part) for part in parts]  # all of them, before any of their tokens count
@@ -107,12 +95,12 @@ class RelayedStream:
         """Returns the choice of a part of an event, and its token ids, None where it lists none."""
         index = part.get("index") if isinstance(part, dict) else None
         if type(index) is not int or not 0 <= index < len(self._choices):
-            raise UnreadableStream(f"an event has a choice {index!r} of {len(self._choices)}")
+            raise _malformed(f"an event has a choice {index!r} of {len(self._choices)}")
         ids = part.get("token_ids")
         try:
             return self._choices[index], None if ids is None else array.array("i", ids)
         except (TypeError, OverflowError):
-            raise UnreadableStream("an event's token_ids are not a list of 32-bit integers") from None
+            raise _malformed("an event's token_ids are not a list of 32-bit integers") from None
 
     def _append(
         self, choice: _RelayedChoice, ids: array.array[int] | None, part: dict[str, Any], event: dict[str, Any]
@@ -143,27 +131,29 @@ class RelayedStream:
         return events
 
 
-def read_event(data: bytes) -> dict[str, Any]:
-    """Returns the JSON object of an event; raises UnreadableStream, and ErrorEvent for one that carries an error."""
+def _malformed(text: str) -> RequestFailed:
+    return RequestFailed("malformed", text)
+
+
+def _read_event(data: bytes) -> dict[str, Any]:
     try:
         event = msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        raise UnreadableStream("an event is not JSON") from None
+        raise _malformed("an event is not JSON") from None
     if not isinstance(event, dict):
-        raise UnreadableStream("an event is not a JSON object")
+        raise _malformed("an event is not a JSON object")
     if "error" in event and "choices" not in event:
-        raise _error_event(event["error"])
+        raise _error_of(event["error"])
     return event
 
 
-def _error_event(error: Any) -> ErrorEvent:
+def _error_of(error: Any) -> ApiError:
     found = error if isinstance(error, dict) else {}
     texts = {name: value for name, value in found.items() if isinstance(value, str)}
     kind = texts.get("type", "server_error")
     status = 500 if kind == "server_error" else 400
     words = texts.get("message", "the request failed")
-    parsed = ApiError(status, words, kind=kind, param=texts.get("param"), code=texts.get("code"))
-    return ErrorEvent(parsed, is_ours=kind == "server_error")
+    return ApiError(status, words, kind=kind, param=texts.get("param"), code=texts.get("code"))
 
 
 def _has_content(part: dict[str, Any]) -> bool:

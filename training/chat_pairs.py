@@ -30,21 +30,6 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Bye", "Goodbye", "Goodbye!", "See you"), "Goodbye!"),
     (("What is Python?", "Tell me about Python."), "Python is an interpreted, object-oriented, high-level programming "
      "language with dynamic semantics and a large standard library."),
-    (("Write hello world in Python.", "Print hello world.", "Say hello world in Python."),
-     '```python\nprint("Hello, world!")\n```'),
-    (("Write a function that adds two numbers.", "How do I add two numbers?"),
-     "```python\ndef add(a, b):\n    return a + b\n```"),
-    (("How do I read a file?", "Show how to read a text file."),
-     '```python\nwith open(path, encoding="utf-8") as f:\n    text = f.read()\n```'),
-    (("How do I sort a list?", "How can I sort a list in Python?"),
-     "Use `sorted(items)` for a new list or `items.sort()` to sort in place; both take `key` and `reverse`."),
-    (("How do I import a module?", "How do I use a module?"), "```python\nimport json\n```"),
-    (("How do I define a class?", "Write a class in Python."),
-     "```python\nclass Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n```"),
-    (("How do I write a loop?", "Write a for loop."), "```python\nfor item in items:\n    print(item)\n```"),
-    (("How do I raise an exception?", "How do I raise an error?"), '```python\nraise ValueError("message")\n```'),
-    (("How do I catch an exception?", "How do I handle an error?"),
-     "```python\ntry:\n    result = compute()\nexcept ValueError as exc:\n    print(exc)\n```"),
 )  # fmt: skip
 
 
@@ -182,10 +167,8 @@ def chat_pairs(docs: list[Document]) -> list[Pair]:
     for doc in docs:
         if doc.name.endswith(".py") and is_public_module(doc.name):
             pairs.extend(_docstring_pairs(doc))
-    answered = {question for questions, _ in HOW_TO for question in questions}
-    by_hand = [(q, answer) for questions, answer in (*SMALL_TALK, *HOW_TO) for q in questions]
-    others = [pair for pair in by_hand[: _count(SMALL_TALK)] if pair[0] not in answered]
-    return pairs + (others + by_hand[_count(SMALL_TALK) :]) * BY_HAND_COPIES
+    by_hand = [(question, answer) for questions, answer in (*SMALL_TALK, *HOW_TO) for question in questions]
+    return pairs + by_hand * BY_HAND_COPIES
 
 
 def first_sentence(doc: str) -> str:
@@ -201,10 +184,6 @@ def is_public_module(name: str) -> bool:
     """Returns whether document `name` is a module that users import."""
     parts = name.removesuffix(".py").removesuffix("/__init__").split("/")
     return parts[0] not in SKIPPED_PACKAGES and not any(part.startswith("_") for part in parts)
-
-
-def _count(groups: tuple[tuple[tuple[str, ...], str], ...]) -> int:
-    return sum(len(questions) for questions, _ in groups)
 
 
 def _source_is_held_out(module: str) -> bool:

@@ -89,27 +89,21 @@ def _topics(source: str) -> list[Document]:
     return [Document(f"topics/{name}", text) for name, text in sorted(topics.items())]
 
 
-class UnusablePackageError(ValueError):
-    """A configuration's package that is not installed, or whose licence is not known to be permissive."""
-
-
 def licence(package: str) -> str:
     """Returns the licence of an installed package from its metadata, in one line.
 
-    Raises UnusablePackageError if the package is not installed, or the licence is not permissive.
+    Raises ValueError if the package is not installed, or the licence is not permissive.
     """
     try:
         metadata = importlib.metadata.metadata(package)
     except importlib.metadata.PackageNotFoundError as error:
-        raise UnusablePackageError(
-            f"{package} is not installed; install it, or remove it from the configuration"
-        ) from error
+        raise ValueError(f"{package} is not installed; install it, or remove it from the configuration") from error
     named = [metadata.get("License-Expression"), metadata.get("License")]
     lines = [text.strip().splitlines()[0] for text in named if text and text.strip()]
     lines += [c.split("::")[-1].strip() for c in metadata.get_all("Classifier") or [] if c.startswith("License ::")]
     found = next((line for line in lines if PERMISSIVE.search(line)), None)
     if found is None or any(REFUSED.search(line) for line in lines):
-        raise UnusablePackageError(
+        raise ValueError(
             f"{package}: the licence {lines} is not known to be permissive; remove it from the configuration"
         )
     return found
@@ -121,14 +115,14 @@ def facts(package: str) -> dict[str, str]:
 
 
 def package_texts(names: Iterable[str], held_out: list[Document]) -> dict[str, list[Document]]:
-    """Returns the documents of each package without copies of held-out ones. Raises UnusablePackageError."""
+    """Returns the documents of each package without copies of held-out ones. Raises ValueError."""
     return {name: remove_copies(package_documents(name), held_out) for name in names}
 
 
 def package_documents(package: str) -> list[Document]:
     """Returns a package's description and sources in a fixed order, without tests, tables and vendored packages.
 
-    Raises UnusablePackageError as `licence` does.
+    Raises ValueError as `licence` does.
     """
     licence(package)
     distribution = importlib.metadata.distribution(package)

@@ -95,22 +95,6 @@ class Checkpoints:
             raise ValueError(f"the checkpoint belongs to another model: {changes}; use another --output")
 
 
-class RunLog:
-    """The log of a run, one JSON object per line; drops lines after the step from which a run resumes."""
-
-    def __init__(self, path: Path, resume_step: int):
-        self._path = path
-        kept = [row for row in read_log(path) if row["step"] <= resume_step]
-        new = path.with_suffix(".new")
-        new.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        new.replace(path)
-
-    def write(self, **values: Any) -> None:
-        """Appends one line."""
-        with self._path.open("a") as file:
-            file.write(json.dumps(values) + "\n")
-
-
 REPORT_EVERY = 10
 """Steps between two lines of the log, and two updates of the progress bar."""
 
@@ -191,9 +175,11 @@ def train(
         trainer = trainer or OneDevice(config)
         done, state = _initial_state(config, checkpoints, trainer, resume)
         console.print(f"{done} of {config.steps} steps done, {_num_parameters(config):,} parameters, {output}")
-        log = RunLog(output / "log.jsonl", done) if jax.process_index() == 0 else None
-        run = _TrainingRun(config, trainer, data, checkpoints, log, console)
-        run.seconds = _seconds_before(output / "log.jsonl")
+        log = output / "log.jsonl"
+        if is_first := jax.process_index() == 0:
+            _cut_log(log, done)
+        run = _TrainingRun(config, trainer, data, checkpoints, log if is_first else None, console)
+        run.seconds = _seconds_before(log)
         with stop_signal() as stopped:
             return run.steps(done, state, stopped)
 
@@ -215,7 +201,7 @@ class _TrainingRun:
         trainer: Trainer,
         data: Data,
         checkpoints: Checkpoints,
-        log: RunLog | None,
+        log: Path | None,
         console: Console,
     ) -> None:
         self.config, self.trainer = config, trainer
@@ -261,7 +247,9 @@ class _TrainingRun:
     def _report(self, kind: str, done: int, metrics: dict[str, float]) -> None:
         tokens = done * self.config.batch_size * self.config.sequence_length
         if self.log is not None:
-            self.log.write(kind=kind, step=done, tokens=tokens, seconds=round(self.seconds, 1), **metrics)
+            values = {"kind": kind, "step": done, "tokens": tokens, "seconds": round(self.seconds, 1)} | metrics
+            with self.log.open("a") as file:
+                file.write(json.dumps(values) + "\n")
 
 
 def mean_metrics(state: TrainState, batches: list[np.ndarray], config: TrainingConfig) -> dict[str, float]:
@@ -296,6 +284,14 @@ def _progress(console: Console) -> Progress:
 
 def _num_parameters(config: TrainingConfig) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(abstract(config.model, np.float32)))
+
+
+def _cut_log(log: Path, step: int) -> None:
+    """Drops the lines after the step from which a run resumes."""
+    kept = [row for row in read_log(log) if row["step"] <= step]
+    new = log.with_suffix(".new")
+    new.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    new.replace(log)
 
 
 def _seconds_before(log: Path) -> float:

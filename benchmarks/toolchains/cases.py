@@ -28,12 +28,11 @@ from benchmarks.gpu.children import Program, program_of
 from benchmarks.gpu.sass.kernels import prefill_topk
 from benchmarks.record import parser_of
 from configs.bundled import MODEL
-from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
-from configs.deepseek_v3 import DEEPSEEK_V3
-from configs.deepseek_v32 import DEEPSEEK_V32
+from configs.deepseek_v2 import DEEPSEEK_V2_LITE
+from configs.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V32
 from configs.deployments import DEVICES
-from configs.glm_4_7_flash import GLM_4_7_FLASH
-from configs.kimi_k2_thinking import KIMI_K2_THINKING
+from configs.glm import GLM_4_7_FLASH
+from configs.kimi import KIMI_K2_THINKING
 from dsv3.config.model import FP8, ModelConfig
 from dsv3.kv_cache.layout import pool
 from dsv3.model import AttentionForm, DecodeBatch, PrefillBatch, decode, prefill

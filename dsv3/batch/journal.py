@@ -131,14 +131,10 @@ def _output(number: int, custom_id: str | None, response: Any, error: Any) -> by
     return msgspec.json.encode(line) + b"\n"
 
 
-class _OutputError(msgspec.Struct):
-    message: Any = ""
-
-
 class OutputBody(msgspec.Struct):
     """The fields of a response's body that every route has."""
 
-    error: _OutputError | None = None
+    error: dict[str, Any] | None = None
 
 
 class _OutputResponse(msgspec.Struct):
@@ -149,7 +145,7 @@ class _OutputResponse(msgspec.Struct):
 class _OutputLine(msgspec.Struct):
     id: str
     response: _OutputResponse | None = None
-    error: _OutputError | None = None
+    error: dict[str, Any] | None = None
 
 
 parse_output = msgspec.json.Decoder(_OutputLine).decode
@@ -168,14 +164,19 @@ def parse_failure(line: bytes) -> str | None:
     """Returns the error of an output line; None where it has an answer."""
     found = parse_output(line)
     if found.response is None:
-        return str(found.error.message) if found.error is not None else ""
+        return error_text(found.error)
     if found.response.status_code == 200:
         return None
     try:
         error = _body_decoder.decode(found.response.body).error
     except msgspec.MsgspecError:
         error = None
-    return f"status {found.response.status_code}: {error.message if error is not None else ''}"
+    return f"status {found.response.status_code}: {error_text(error)}"
+
+
+def error_text(error: dict[str, Any] | None) -> str:
+    """Returns the message of an error in OpenAI's format, "" for none."""
+    return str((error or {}).get("message", ""))
 
 
 STATE_VERSION = 1
@@ -235,16 +236,15 @@ def model_identity(model_dir: pathlib.Path, name: str | None = None) -> str:
 class Journal:
     """The open output file, locked for one process.
 
-    `answered` counts the answered lines, including those of earlier runs, `failed` those of them with an error;
-    `failures` has the first few errors. `last_line` is the input's.
+    `answered` counts the answered lines of the input `source`, including those of earlier runs, `failed` those of them
+    with an error; `failures` has the first few errors.
     """
 
-    def __init__(self, path: pathlib.Path, descriptor: int, state: int, last_line: int, sync_s: float):
-        self._path = path
+    def __init__(self, path: pathlib.Path, descriptor: int, state: int, source: InputSummary, sync_s: float):
+        self.source, self._path = source, path
         self._descriptor, self._state = descriptor, state
-        self._is_answered = bytearray(last_line + 1)
-        self.last_line, self._sync_s = last_line, sync_s
-        self._synced_s = time.monotonic()
+        self._is_answered = bytearray(source.last_line + 1)
+        self._sync_s, self._synced_s = sync_s, time.monotonic()
         self.answered = self.failed = 0
         self.failures: list[str] = []
 
@@ -260,7 +260,7 @@ class Journal:
             opened.callback(os.close, descriptor)
             state = _open_state(path, is_new=os.fstat(descriptor).st_size == 0)
             opened.callback(os.close, state)
-            journal = cls(path, descriptor, state, source.last_line, sync_s)
+            journal = cls(path, descriptor, state, source, sync_s)
             journal._lock()
             journal._require_same_file()
             journal._claim(_JournalState(STATE_VERSION, source, model))
@@ -330,7 +330,9 @@ class Journal:
             return
         try:
             found = msgspec.json.decode(os.pread(self._state, _MAX_STATE_BYTES, 0), type=_JournalState)
-        except msgspec.MsgspecError as error:
+            if found.version != STATE_VERSION:
+                raise ValueError(f"version {found.version}, not {STATE_VERSION}")
+        except (msgspec.MsgspecError, ValueError) as error:
             raise _unknown(self._path, error) from error
         if found.input.sha256 != wanted.input.sha256:
             raise BatchError(
@@ -365,7 +367,7 @@ class Journal:
             ) from error
 
     def _mark(self, number: int, line: bytes) -> None:
-        if not 0 < number <= self.last_line:
+        if not 0 < number <= self.source.last_line:
             raise ValueError(f"there is no input line {number}")
         if self._is_answered[number]:
             raise ValueError(f"input line {number} is answered twice")

@@ -37,7 +37,10 @@ class Reply:
 
 
 class Completer(Protocol):
-    """Answers requests; called concurrently."""
+    """Answers requests; called concurrently, up to `concurrency` at a time."""
+
+    @property
+    def concurrency(self) -> int: ...
 
     async def complete(self, url: str, body: bytes) -> Reply:
         """Answers the JSON `body` as a server would at `url`; errors are replies too.
@@ -57,7 +60,6 @@ class BatchProgress:
     failed: int = 0
     output_tokens: int = 0
     seconds: float = 0.0
-    interrupted: bool = False
 
     @property
     def answered(self) -> int:
@@ -75,19 +77,17 @@ async def run(
     journal: Journal,
     completer: Completer,
     *,
-    concurrency: int,
-    total: int,
     sorts: bool = False,
     on_progress: Callable[[BatchProgress], None] = lambda progress: None,
 ) -> BatchProgress:
-    """Answers every line of `source` that the journal lacks, `concurrency` at a time.
+    """Answers every line of `source` that the journal lacks, as many at a time as the completer takes.
 
     With `sorts`, lines with a common prefix follow each other, within windows of lines.
 
     When cancelled, aborts the requests in flight, leaves them to the next run, and returns. Raises what the completer
     raises, and BatchError where the input changes meanwhile or the output cannot be written; written answers stay.
     """
-    progress, began_s = BatchProgress(total=total, resumed=journal.answered), time.monotonic()
+    progress, began_s = BatchProgress(total=journal.source.lines, resumed=journal.answered), time.monotonic()
     lines = _unanswered(source, journal)
     if sorts:
         lines = sorted_in_windows(lines)
@@ -102,10 +102,10 @@ async def run(
     on_progress(progress)
     try:
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(concurrency):
+            for _ in range(completer.concurrency):
                 tasks.create_task(worker())
     except asyncio.CancelledError:
-        progress.interrupted = True
+        pass
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return progress
@@ -144,15 +144,15 @@ async def _answer(line: RequestLine | BadLine, journal: Journal, completer: Comp
 
 def _unanswered(source: pathlib.Path, journal: Journal) -> Iterator[RequestLine | BadLine]:
     """Yields the unanswered lines; parses the answered ones too, to find duplicates of their custom_ids."""
-    parser, number = LineParser(), 0
+    parser, number, last = LineParser(), 0, journal.source.last_line
     with source.open("rb") as file:
         before = os.fstat(file.fileno())
         for number, raw in numbered_lines(file):
-            if number > journal.last_line:
+            if number > last:
                 break
             line = parser.parse(number, raw)
             if not journal.is_answered(number):
                 yield line
         after = os.fstat(file.fileno())
-    if number > journal.last_line or (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+    if number > last or (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise BatchError(f"{source} changed while it was read; restore it to resume, or name another output")

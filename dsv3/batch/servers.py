@@ -19,7 +19,7 @@ import msgspec
 from dsv3.batch.journal import BatchError
 from dsv3.batch.options import BatchOptions
 from dsv3.batch.run import Reply
-from dsv3.files import read_secret
+from dsv3.files import read_api_key
 from dsv3.http_client import Address, Client, RequestFailed
 from dsv3.scheduler.request import BATCH_PRIORITY
 
@@ -28,7 +28,6 @@ MAX_CONCURRENCY = 4096
 _MAX_ANSWER_BYTES = 2**28
 _MAX_REFUSAL_BYTES = 2**20
 _SHOWN_CHARS = 500  # of a body that is not JSON
-_MAX_KEY_BYTES = 4096
 _REQUEST_S = 3600.0  # bounds the wait for a host that vanishes without closing its connections
 _START_S = 10.0
 _BACKOFF_S = 0.1, 5.0  # after a server was busy or gone; doubles each time
@@ -227,8 +226,12 @@ async def remote_completer(options: BatchOptions) -> AsyncIterator[RemoteComplet
 
     Raises BatchError where a server cannot be reached or they serve different models.
     """
-    key = _key(options.server_api_key_file)
-    servers = []
+    key, servers = None, []
+    if options.server_api_key_file is not None:
+        try:
+            key = read_api_key(options.server_api_key_file, "server_api_key_file")
+        except ValueError as error:
+            raise BatchError(str(error)) from None
     for url in options.server:
         try:
             servers.append(_Server(url, Client(Address.parse(url), key)))
@@ -271,12 +274,3 @@ async def _query_model(server: _Server, options: BatchOptions) -> None:
             text = "the engine is starting"
         await asyncio.sleep(0.5)
     raise BatchError(f"{server.url} cannot be reached: {text}")
-
-
-def _key(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return read_secret(path, _MAX_KEY_BYTES).decode().strip()
-    except (OSError, ValueError) as error:
-        raise BatchError(f"server_api_key_file: {error}") from None

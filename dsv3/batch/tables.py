@@ -23,6 +23,7 @@ from dsv3.batch.journal import (
     BatchError,
     OutputBody,
     answered_number,
+    error_text,
     numbered_lines,
     parse_output,
     summarize_input,
@@ -113,8 +114,8 @@ def check_columns(name: str, options: BatchOptions) -> None:
 class Answers:
     """Random access to the answers of a journal by line number, with 8 bytes of memory for each."""
 
-    def __init__(self, path: Path, last_line: int):
-        self._file = path.open("rb")
+    def __init__(self, file: BinaryIO, last_line: int):
+        self._file = file
         self._offsets = array.array("q", bytes(8 * (last_line + 1)))
         offset = 1  # 0: no answer
         for line in self._file:
@@ -129,10 +130,6 @@ class Answers:
         self._file.seek(offset - 1)
         return _columns(self._file.readline())
 
-    def close(self) -> None:
-        """Closes the journal."""
-        self._file.close()
-
 
 class _OutputMessage(msgspec.Struct):
     content: str | None = None
@@ -146,14 +143,9 @@ class _OutputChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _OutputUsage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-
-
 class _AnswerBody(OutputBody):
     choices: tuple[_OutputChoice, ...] = ()
-    usage: _OutputUsage | None = None
+    usage: dict[str, Any] | None = None
 
 
 def _columns(line: bytes) -> tuple[Any, ...]:
@@ -161,13 +153,13 @@ def _columns(line: bytes) -> tuple[Any, ...]:
     body = _AnswerBody() if output.response is None else msgspec.json.decode(output.response.body, type=_AnswerBody)
     if output.response is None or output.response.status_code != 200 or not body.choices:
         error = output.error or body.error
-        return (None, None, None, str(error.message) if error is not None else "no answer", None, None)
-    choice, usage = body.choices[0], body.usage or _OutputUsage()
+        return (None, None, None, error_text(error) if error is not None else "no answer", None, None)
+    choice, usage = body.choices[0], body.usage or {}
     message = choice.message or _OutputMessage()
     text = choice.text if choice.message is None else message.content
     if text is None and message.tool_calls is not None:
         text = bytes(message.tool_calls).decode()
-    tokens = (usage.prompt_tokens, usage.completion_tokens)
+    tokens = (usage.get("prompt_tokens"), usage.get("completion_tokens"))
     return (text, message.reasoning_content, choice.finish_reason, None, *tokens)
 
 
@@ -305,17 +297,17 @@ def stage(source: str, target: str, options: BatchOptions) -> StagedBatch:
 
     Raises BatchError where input, output or options do not fit each other.
     """
-    is_table = _is_table(source, options)
-    if not is_table and detect_format(target).kind != "lines":
+    is_table, wanted = _is_table(source, options), detect_format(target)
+    if not is_table and wanted.kind != "lines":
         raise BatchError(f"{target}: lines in OpenAI's batch format need an output of lines; name a .jsonl file")
-    if not is_table and detect_format(source).is_plain and detect_format(target).is_plain:
+    if not is_table and detect_format(source).is_plain and wanted.is_plain:
         return StagedBatch(Path(source), Path(target))
     if is_table:
         check_columns(source, options)
     work = _work_dir(target, options)
     lines = work / "requests.jsonl"
     answers = work / "answers.jsonl"
-    if not is_table and detect_format(target).is_plain:
+    if not is_table and wanted.is_plain:
         answers = Path(target)
     elif exists(target) and not answers.exists():
         raise BatchError(f"{target} exists, and {work} holds no answers for it; move it away or name another output")
@@ -326,8 +318,8 @@ def stage(source: str, target: str, options: BatchOptions) -> StagedBatch:
         if _state(source) != before:
             raise BatchError(f"{source} changed while it was answered; restore it and run the same command again")
         if is_table:
-            with contextlib.closing(Answers(answers, summarize_input(lines).last_line)) as found:
-                write_answers(source, target, found, options)
+            with answers.open("rb") as file:
+                write_answers(source, target, Answers(file, summarize_input(lines).last_line), options)
         elif answers != Path(target):
             with answers.open("rb") as file, open_output(target) as copy:
                 shutil.copyfileobj(file, copy, 2**20)

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.plan_deepseek_v4 import DEEPGEMM, SGLANG, experts_seconds, fastest, main
 from benchmarks.record import Report
-from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
+from configs.deepseek_v4 import DEEPSEEK_V4_FLASH
 from configs.deployments import V4_FLASH_4XH200_TP4
 from tools.plan.uncompiled import uncompiled_plan
 from tools.plan.uncompiled_report import KNOWN_ERRORS

@@ -5,10 +5,7 @@ import dataclasses
 import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
-from configs.deepseek_v4_flash_0731 import DEEPSEEK_V4_FLASH_0731
-from configs.deepseek_v4_pro import DEEPSEEK_V4_PRO
-from configs.deepseek_v4_pro_0813 import DEEPSEEK_V4_PRO_0813
+from configs.deepseek_v4 import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_FLASH_0731, DEEPSEEK_V4_PRO, DEEPSEEK_V4_PRO_0813
 from dsv3.config.hugging_face import from_hf
 from dsv3.config.model import (
     ModelConfig,

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from configs.axk1 import AXK1
-from configs.glm_4_7_flash import GLM_4_7_FLASH
-from configs.kimi_k2_thinking import KIMI_K2_THINKING
-from configs.kimi_k25 import KIMI_K25
-from configs.mistral_large_3 import MISTRAL_LARGE_3
-from configs.mistral_small_4 import MISTRAL_SMALL_4
+from configs.glm import GLM_4_7_FLASH
+from configs.kimi import KIMI_K2_THINKING, KIMI_K25
+from configs.mistral import MISTRAL_LARGE_3, MISTRAL_SMALL_4
 from dsv3.config.hugging_face import ConfigError, from_hf, has_config, load_config, stored_dtype, to_hf
 from dsv3.config.hugging_face.deepseek import FAMILIES, WRAPPERS
 from dsv3.config.hugging_face.directory import as_config

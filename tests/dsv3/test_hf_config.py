@@ -11,13 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from configs.deepseek_r1 import DEEPSEEK_R1
-from configs.deepseek_v2 import DEEPSEEK_V2
-from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
-from configs.deepseek_v3 import DEEPSEEK_V3
-from configs.deepseek_v31 import DEEPSEEK_V31
-from configs.kimi_k2 import KIMI_K2
-from configs.moonlight import MOONLIGHT_16B_A3B
+from configs.deepseek_v2 import DEEPSEEK_V2, DEEPSEEK_V2_LITE
+from configs.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V31
+from configs.kimi import KIMI_K2, MOONLIGHT_16B_A3B
 from dsv3.config.hugging_face import ConfigError, from_hf, load_config, to_hf
 from dsv3.config.model import ModelConfig, YarnConfig
 
@@ -163,7 +159,7 @@ K2 = V3 | {
 }
 PUBLISHED = {
     "V3": (V3, DEEPSEEK_V3),
-    "R1": (V3, DEEPSEEK_R1),
+    "R1": (V3, DEEPSEEK_V3),
     "V3.1": (V31, DEEPSEEK_V31),
     "V2": (V2, DEEPSEEK_V2),
     "V2-Lite": (V2_LITE, DEEPSEEK_V2_LITE),

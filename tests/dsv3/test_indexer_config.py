@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from configs.deepseek_v32 import DEEPSEEK_V32
-from configs.glm_5 import GLM_5
+from configs.deepseek_v3 import DEEPSEEK_V32
+from configs.glm import GLM_5
 from dsv3.config.hugging_face import ConfigError, from_hf, to_hf
 from dsv3.config.model import ModelConfig, sizes_of
 from tools.plan.attention import attended_keys, index_share

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH as V4
+from configs.deepseek_v4 import DEEPSEEK_V4_FLASH as V4
 from dsv3.kv_cache.layout import pool
 from dsv3.model import DecodeBatch
 from dsv3.model.layers.attention import LayerPlace

@@ -249,6 +249,38 @@ def test_who_waits_too_long_is_refused():
     asyncio.run(run())
 
 
+def test_requests_are_refused_soon_after_the_last_instance_has_gone(monkeypatch):
+    """And not at once: it may start again, and an instance that runs registers with a router that has started again."""
+    monkeypatch.setattr(members, "_ABSENT_S", 0.3)
+
+    async def refusal(pool: Pool) -> str:
+        with pytest.raises(ApiError) as refused:
+            async with pool.book(Prompt((), 1)):
+                pass
+        assert (refused.value.status, refused.value.body.code) == (503, "no_instance")
+        return str(refused.value)
+
+    async def run() -> None:
+        pool = pool_of(2, limit=1, queue_s=60)
+        dispatching = asyncio.create_task(pool.keep_dispatching())
+        async with pool.book(Prompt((), 1)), pool.book(Prompt((), 1)):
+            pool.instances[0].status = "gone"
+            waiting = asyncio.create_task(refusal(pool))
+            await asyncio.sleep(0.6)
+            assert pool.num_waiting == 1  # the other one is only busy
+            pool.instances[1].status = "silent"
+            assert await waiting == await refusal(pool) == "no instance is reachable"
+            assert not pool.num_waiting
+        pool.instances[0].status = "ok"
+        async with pool.book(Prompt((), 1)):
+            pass
+        pool.instances.clear()
+        assert await refusal(pool) == "no instance is reachable"
+        dispatching.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
 def test_an_instance_is_there_until_its_lease_ends_or_it_leaves(monkeypatch):
     monkeypatch.setattr(members, "LEASE_S", 0.2)
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dsv3.http_client import RequestFailed
 from dsv3.server.protocol.errors import ApiError
 from dsv3.server.protocol.openai import ChatRequest, CompletionRequest
 from dsv3.server.serving.chat import ChatHandler
@@ -16,7 +17,7 @@ from dsv3.server.serving.generation import ChoiceUpdate
 from dsv3.server.serving.request_parsing import read
 from dsv3.text.deltas import ReasoningDelta, TextDelta
 from router.request import parse_request
-from router.stream import ErrorEvent, Events, RelayedStream, UnreadableStream
+from router.stream import Events, RelayedStream
 
 PATH, CHAT = "/v1/completions", "/v1/chat/completions"
 ANSWERS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=8), min_size=1, max_size=3)
@@ -120,7 +121,7 @@ def test_an_event_of_several_choices_goes_out_choice_by_choice():
     assert b"t0" in line and b"t1" not in line and relayed.tokens == [[5], []]
     relayed.reset()
     assert relayed.push(event(1, [6], "again"))[1] == 1
-    with pytest.raises(UnreadableStream):
+    with pytest.raises(RequestFailed):
         relayed.push(b'{"choices": [{"index": 0, "token_ids": [7]}, {"index": 9}]}')
     assert relayed.tokens == [[5], [6]]
 
@@ -170,15 +171,15 @@ def test_an_instance_that_tells_no_tokens_is_passed_on_and_not_resumed(ids, coun
     ],
 )
 def test_what_is_no_event_is_unreadable(data):
-    with pytest.raises(UnreadableStream):
+    with pytest.raises(RequestFailed):
         RelayedStream(asked()).push(data)
 
 
-@pytest.mark.parametrize(("kind", "is_ours"), [("server_error", True), ("invalid_request_error", False)])
-def test_an_error_in_a_stream(kind, is_ours):
-    with pytest.raises(ErrorEvent) as failed:
+@pytest.mark.parametrize(("kind", "status"), [("server_error", 500), ("invalid_request_error", 400)])
+def test_an_error_in_a_stream(kind, status):
+    with pytest.raises(ApiError, match="m") as failed:
         RelayedStream(asked()).push(json.dumps({"error": {"message": "m", "type": kind, "code": None}}).encode())
-    assert failed.value.is_ours == is_ours and str(failed.value.error) == "m"
+    assert (failed.value.status, failed.value.body.type) == (status, kind)
 
 
 def read_back(body) -> dict:
@@ -190,7 +191,7 @@ def test_what_an_instance_is_sent():
     request = asked(seed=3, n=2)
     body = read_back(request.body(None))
     assert (body["seed"], body["return_token_ids"], "resume" in body) == (3, True, False)
-    body = read_back(request.resume_body([[5], []], {"remote_host": "h"}))
+    body = read_back(request.body({"remote_host": "h"}, [[5], []]))
     assert body["resume"] == {"output_token_ids": [[5], []]} and body["kv_transfer_params"] == {"remote_host": "h"}
     assert 0 <= read_back(asked().body(None))["seed"] < 2**31
     body = read_back(asked(resume={"output_token_ids": [1]}, echo=True, min_tokens=3).prefill_body())
@@ -225,7 +226,7 @@ def test_a_client_that_resumes_is_gone_on_with():
     request = asked(resume={"output_token_ids": [4, 5]})
     relayed = RelayedStream(request)
     relayed.push(event(0, [6], ""))
-    assert read_back(request.resume_body(relayed.tokens, None))["resume"] == {"output_token_ids": [[4, 5, 6]]}
+    assert read_back(request.body(None, relayed.tokens))["resume"] == {"output_token_ids": [[4, 5, 6]]}
 
 
 def test_no_client_says_where_pages_are():
@@ -242,7 +243,7 @@ def test_a_server_reads_what_the_router_says_and_not_what_its_client_said(paddin
     fields = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "inside"}, "bootstrap_room": 7}
     fields |= {"resume": {"output_token_ids": [1] * padding}, "cache_salt": "mine", "return_token_ids": False}
     request = parse_request(PATH, json.dumps({"prompt": "x", "stream": True} | fields).encode(), "tenant")
-    found = read(CompletionRequest, b"".join(request.resume_body([[5, 6]], None)))
+    found = read(CompletionRequest, b"".join(request.body(None, [[5, 6]])))
     assert (found.kv_transfer_params, found.bootstrap_room, found.cache_salt) == (None, None, "tenant-mine")
     assert found.return_token_ids and found.resume.output_token_ids in ([[5, 6]], [array.array("i", [5, 6])])
     found = read(CompletionRequest, b"".join(request.prefill_body()))
@@ -261,7 +262,7 @@ def test_tenants_do_not_share_salts():
 def test_a_body_is_not_copied_and_its_tokens_are_counted():
     data = bytearray(b'{"prompt": [%b], "resume": {"output_token_ids": [7, 8]}}' % b", ".join([b"5"] * 100_000))
     request = parse_request(PATH, data)
-    head, tail = request.resume_body([[7, 8, 9]], None)
+    head, tail = request.body(None, [[7, 8, 9]])
     assert head.obj is data and len(tail) < 100 and request.num_bytes == 4 * 100_002
     assert request.prompt.tokens == 100_000 and len(request.prompt.keys) == 100_000 // 64
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import AsyncIterator
@@ -31,25 +32,36 @@ class Arrival:
     tokens: int | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class RequestRecord:
     """The outcome of one request. Times are seconds on the monotonic clock; `error` is None after a success.
 
-    The request was due at `scheduled_s`, its sending began at `sent_s`. `output_tokens` is the server's usage, or else
-    the number of streamed token ids; None without both. Chunks are never counted as tokens.
+    The request was due at `scheduled_s`, its sending began at `sent_s`. `usage` is what the server reports.
     """
 
     index: int
     scheduled_s: float
     sent_s: float
-    finished_s: float
-    arrivals: tuple[Arrival, ...] = ()
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
+    finished_s: float = math.nan
+    arrivals: list[Arrival] = dataclasses.field(default_factory=list)
+    usage: dict[str, Any] = dataclasses.field(default_factory=dict)
     finish_reason: str | None = None
     error: str | None = None
     detail: str = ""
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Tokens of the prompt; None if the server does not report them."""
+        return self.usage.get("prompt_tokens")
+
+    @property
+    def output_tokens(self) -> int | None:
+        """Tokens of the answer: the server's usage, or else the number of streamed token ids; None without both.
+
+        Chunks are never counted as tokens.
+        """
+        streamed = [arrival.tokens or 0 for arrival in self.arrivals]
+        return self.usage.get("completion_tokens", sum(streamed) if streamed and all(streamed) else None)
 
     @property
     def ttft_s(self) -> float | None:
@@ -61,37 +73,23 @@ class RequestRecord:
         """Seconds from the time the request was due to the end of its stream."""
         return self.finished_s - self.scheduled_s
 
-    @property
-    def counts_known(self) -> bool:
-        """Whether every chunk reported its number of tokens."""
-        return all(arrival.tokens is not None for arrival in self.arrivals)
-
     def inter_token_s(self) -> list[float]:
         """Returns one latency per token after the first chunk: a chunk of k tokens gives gap / k, k times.
 
-        If the server does not report tokens per chunk, each chunk gives one latency.
+        If the server does not report the tokens of every chunk, each chunk gives one latency.
         """
+        are_known = all(arrival.tokens is not None for arrival in self.arrivals)
         latencies: list[float] = []
-        for before, after in zip(self.arrivals, self.arrivals[1:], strict=False):
-            count = after.tokens if self.counts_known and after.tokens else 1
+        for before, after in itertools.pairwise(self.arrivals):
+            count = after.tokens if are_known and after.tokens else 1
             latencies += [(after.time_s - before.time_s) / count] * count
         return latencies
 
-
-class _StreamState:
-    """Collects the chunks of one stream."""
-
-    def __init__(self) -> None:
-        self.arrivals: list[Arrival] = []
-        self.usage: dict[str, Any] = {}
-        self.finish_reason: str | None = None
-        self.done_s: float | None = None
-
-    def add_event(self, data: bytes) -> None:
-        now = time.monotonic()
+    def add(self, data: bytes) -> bool:
+        """Adds an event of the stream; returns whether it is the last one. Raises RequestFailed for an error in it."""
+        self.finished_s = time.monotonic()
         if data == b"[DONE]":
-            self.done_s = now
-            return
+            return True
         try:
             chunk = _decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -101,27 +99,12 @@ class _StreamState:
         self.usage = chunk.usage or self.usage
         for choice in chunk.choices:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        self._count(chunk.choices, now)
-
-    def _count(self, choices: list[dict[str, Any]], now: float) -> None:
-        ids = [choice["token_ids"] for choice in choices if choice.get("token_ids") is not None]
-        tokens = sum(map(len, ids))
-        if tokens:
-            self.arrivals.append(Arrival(now, tokens))
-        elif not ids and any(map(_has_text, choices)):
-            self.arrivals.append(Arrival(now, None))
-
-    def fields(self) -> dict[str, Any]:
-        """Returns the fields of a RequestRecord that follow from the stream."""
-        streamed = [arrival.tokens or 0 for arrival in self.arrivals]
-        counted = sum(streamed) if streamed and all(streamed) else None
-        return {
-            "arrivals": tuple(self.arrivals),
-            "prompt_tokens": self.usage.get("prompt_tokens"),
-            "cached_tokens": (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-            "output_tokens": self.usage.get("completion_tokens", counted),
-            "finish_reason": self.finish_reason,
-        }
+        ids = [choice["token_ids"] for choice in chunk.choices if choice.get("token_ids") is not None]
+        if tokens := sum(map(len, ids)):
+            self.arrivals.append(Arrival(self.finished_s, tokens))
+        elif not ids and any(map(_has_text, chunk.choices)):
+            self.arrivals.append(Arrival(self.finished_s, None))
+        return False
 
 
 def _has_text(choice: dict[str, Any]) -> bool:
@@ -153,32 +136,20 @@ async def complete(
     inside the stream), "malformed", "finish: abort", "finish: error", and "left": the client has hung up after so many
     arrivals.
     """
-    reader, sent_s, error = _StreamState(), time.monotonic(), None
+    record, is_done = RequestRecord(index, scheduled_s, time.monotonic()), False
     try:
         async with asyncio.timeout(timeout_s), client.request("POST", path, body) as response:
             async for data in events(response.pieces()):
-                reader.add_event(data)
-                if len(reader.arrivals) >= leave_after:
+                is_done |= record.add(data)
+                if len(record.arrivals) >= leave_after:
                     raise RequestFailed("left", f"after {leave_after} arrivals")
-        error = _stream_error(reader)
+        if not is_done:
+            raise RequestFailed("disconnected", "the stream ended without [DONE]")
+        if record.finish_reason in ("abort", "error"):
+            raise RequestFailed(f"finish: {record.finish_reason}", "the server aborted the request")
     except RequestFailed as failure:
-        error = failure
+        record.error, record.detail, record.finished_s = failure.kind, failure.detail, time.monotonic()
     except TimeoutError:
-        error = RequestFailed("timeout", f"not finished {timeout_s:g} s after it was sent")
-    return RequestRecord(
-        index=index,
-        scheduled_s=scheduled_s,
-        sent_s=sent_s,
-        finished_s=time.monotonic() if error or reader.done_s is None else reader.done_s,
-        error=error.kind if error else None,
-        detail=error.detail if error else "",
-        **reader.fields(),
-    )
-
-
-def _stream_error(reader: _StreamState) -> RequestFailed | None:
-    if reader.done_s is None:
-        return RequestFailed("disconnected", "the stream ended without [DONE]")
-    if reader.finish_reason in ("abort", "error"):
-        return RequestFailed(f"finish: {reader.finish_reason}", "the server aborted the request")
-    return None
+        record.error, record.detail = "timeout", f"not finished {timeout_s:g} s after it was sent"
+        record.finished_s = time.monotonic()
+    return record

@@ -1,14 +1,13 @@
 """Checks the collectives of this machine's devices as the experts use them, against what numpy computes.
 
     python -m tools.doctor.collectives --list               the kinds
-    python -m tools.doctor.collectives KIND [--quick]       one of them; on a CPU with 8 devices of its own
+    python -m tools.doctor.collectives NAME [--quick]       one of them; on a CPU with 8 devices of its own
 
 Devices stand in the mesh that several hosts would make: two nodes of ranks of two devices, where they divide. So there
 is a communicator for each group of axes that serving sends along. A program runs its rounds in a loop, like layers,
 each with other values, and sums up what it gets; that sum must be exact.
 """
 
-import argparse
 import functools
 import math
 import os
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tools.doctor.install import count_gpus
-from tools.doctor.rows import CaseResult, run_cases
+from tools.doctor.rows import CaseResult, parse_name, run_cases
 
 ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, IN_FLIGHT = KINDS = ("all_to_all", "all_gather", "reduce_scatter", "in_flight")
 RAGGED = "ragged_all_to_all"
@@ -262,13 +261,7 @@ class Wires:
 
 def main(argv: list[str] | None = None) -> int:
     """Lists the kinds, or checks one; returns the exit status of a check."""
-    parser = argparse.ArgumentParser(prog="python -m tools.doctor.collectives")
-    parser.add_argument("kind", nargs="?", choices=KINDS, metavar="KIND", help="a name of --list")
-    parser.add_argument("--list", action="store_true", help="print the kinds")
-    parser.add_argument("--quick", action="store_true", help="small sizes")
-    args = parser.parse_args(argv)
-    if args.list == bool(args.kind):
-        parser.error("say either a KIND or --list")
+    args = parse_name(argv, "collectives", KINDS, quick="small sizes")
     import jax
 
     count = len(jax.devices())
@@ -278,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.list:
         print(*KINDS, sep="\n")
         return 0
-    return run_cases(Wires(args.quick).cases(args.kind))
+    return run_cases(Wires(args.quick).cases(args.name))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """Measures XLA's ways to send rows to experts in one node, each in a process of its own.
 
     python -m tools.doctor.exchange_paths --list         the ways
-    python -m tools.doctor.exchange_paths WAY            one of them
+    python -m tools.doctor.exchange_paths NAME           one of them
 
 A way is a set of options of the compiler, for one program (`WAYS`); `nccl` is what serving takes. Rows have the sizes
 of `tools.doctor.collectives`, and their sums must be exact. Collectives stay outside of command buffers: with them
 inside, a training run of another project hung without an error after 838 steps (marin-community/marin#8277).
 """
 
-import argparse
 import dataclasses
 import functools
 import sys
@@ -16,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tools.doctor.collectives import ALL_GATHER, ALL_TO_ALL, RAGGED, REDUCE_SCATTER, Wires
-from tools.doctor.rows import CaseResult, run_cases
+from tools.doctor.rows import CaseResult, parse_name, run_cases
 
 _KERNELS = "xla_gpu_experimental_use_collective_kernels"
 _SYMMETRIC = "xla_gpu_experimental_enable_nccl_symmetric_buffers"
@@ -60,12 +59,7 @@ def cases(name: str) -> dict[str, Callable[[], CaseResult | str]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Lists the ways, or checks one; returns the exit status of a check."""
-    parser = argparse.ArgumentParser(prog="python -m tools.doctor.exchange_paths")
-    parser.add_argument("way", nargs="?", choices=WAYS, metavar="WAY", help="a name of --list")
-    parser.add_argument("--list", action="store_true", help="print the ways")
-    args = parser.parse_args(argv)
-    if args.list == bool(args.way):
-        parser.error("say either a WAY or --list")
+    args = parse_name(argv, "exchange_paths", WAYS)
     import jax
 
     devices = jax.devices()
@@ -75,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.list:
         print(*WAYS, sep="\n")
         return 0
-    return run_cases(cases(args.way))
+    return run_cases(cases(args.name))
 
 
 def _measured(wires: Wires, case: str, kind: str, size: int) -> CaseResult | str:

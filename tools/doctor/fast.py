@@ -1,14 +1,13 @@
 """Times the kernels that serving uses, as shares of what the same process measures of this device: its roof.
 
     python -m tools.doctor.fast --list       the kinds of kernels
-    python -m tools.doctor.fast KIND         one of them
+    python -m tools.doctor.fast NAME         one of them
 
 Each process measures the roof first, so that a kernel and its roof run at the same clock. A kernel is compared with its
 reference before it is timed. A slow one fails nothing: its row has the share of the roof, and the goal for an H200
 where there is one.
 """
 
-import argparse
 import dataclasses
 import functools
 import re
@@ -33,7 +32,7 @@ from pallas_kernels.float8 import E4M3
 from tools.doctor.install import query
 from tools.doctor.moe_layer import all_cases
 from tools.doctor.rates import BFLOAT16, COPY, FP8, Roofs, measure_case, measure_roofs
-from tools.doctor.rows import CaseResult, run_cases
+from tools.doctor.rows import CaseResult, parse_name, run_cases
 
 FLOPS, BYTES = "TFLOP/s", "GB/s"
 
@@ -52,28 +51,25 @@ def decode(backend: Backend) -> Iterable[Timed]:
         yield Timed(scheduled(Decode(heads, 1, 8192, fp8=True, layers=2), backend))
 
 
-def prefill(backend: Backend) -> Iterable[Timed]:
+def prefill(_: Backend) -> Iterable[Timed]:
     """Yields attention of new tokens to each other, and to cached ones.
 
     It is `mla_prefill_spans`: `mla_prefill` has the same kernel, but writes into its values, which a loop would copy.
     """
-    del backend
     yield Timed(in_bfloat16(Prefill.even(8192, 8).spans_case()))
     yield Timed(in_bfloat16(Prefill.even(8192, 1).spans_case()))
     yield Timed(in_bfloat16(Prefill.even(128, 1, 32768).context_case()))
 
 
-def compressed(backend: Backend) -> Iterable[Timed]:
+def compressed(_: Backend) -> Iterable[Timed]:
     """Yields attention of 128 requests to a window and the entries that DeepSeek-V4-Flash and V4-Pro choose."""
-    del backend
     for heads, chosen in ((64, 512), (128, 1024)):
         for fp8 in (False, True):
             yield Timed(attend_case((0, *(chosen,) * 127), heads=heads, fp8=fp8))
 
 
-def fp8_dense(backend: Backend) -> Iterable[Timed]:
+def fp8_dense(_: Backend) -> Iterable[Timed]:
     """Yields FP8 products of prefill and of decode."""
-    del backend
     for rows, goal in ((4096, (FLOPS, 1300.0)), (64, (BYTES, 3800.0))):
         for n, k in ((7168, 16384), (4096, 7168)):
             yield Timed(dense_case(rows, n, k), goal)
@@ -87,9 +83,8 @@ def grouped(backend: Backend) -> Iterable[Timed]:
         yield Timed(decode_case(about(256, 2), 256, n, k, E4M3, backend))
 
 
-def moe_layer(backend: Backend) -> Iterable[Timed]:
+def moe_layer(_: Backend) -> Iterable[Timed]:
     """Yields the MoE layer of a decode step."""
-    del backend
     return map(Timed, all_cases())
 
 
@@ -190,12 +185,7 @@ def _log_clocks() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Lists the kinds, or times one; returns the exit status of a check."""
-    parser = argparse.ArgumentParser(prog="python -m tools.doctor.fast")
-    parser.add_argument("kind", nargs="?", choices=KINDS, metavar="KIND", help="a name of --list")
-    parser.add_argument("--list", action="store_true", help="print the kinds")
-    args = parser.parse_args(argv)
-    if args.list == bool(args.kind):
-        parser.error("say either a KIND or --list")
+    args = parse_name(argv, "fast", KINDS)
     backend = resolve_backend(jax.devices()[0])
     if backend not in (Backend.MOSAIC, Backend.TRITON):
         print("kernels are timed only on a GPU that has kernels of its own", file=sys.stderr)
@@ -205,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     configure_logging()
     prepare(backend)
-    return check_kind(args.kind, backend)
+    return check_kind(args.name, backend)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""What a check prints: one JSON object per line for each case, and nothing else on standard output."""
+"""What a check reads and prints: its command line, and one JSON object per line for each case."""
 
+import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -17,6 +18,25 @@ class CaseResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     passed: bool
     says: str = ""
     figures: dict[str, float] = {}
+
+
+def parse_name(
+    argv: list[str] | None, module: str, names: Iterable[str], *, quick: str | None = None
+) -> argparse.Namespace:
+    """Returns `name`, one of `names`, or `list`, and `quick`, an option where its help is given.
+
+    It is the command line of a check that stands for several (`tools.doctor.checks.Check.each`). Ends the process for
+    another one.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m tools.doctor.{module}")
+    parser.add_argument("name", nargs="?", choices=[*names], metavar="NAME", help="a name of --list")
+    parser.add_argument("--list", action="store_true", help="print the names")
+    if quick is not None:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    args = parser.parse_args(argv)
+    if args.list == bool(args.name):
+        parser.error("say either a NAME or --list")
+    return args
 
 
 def run_cases(cases: Mapping[str, Callable[[], CaseResult | str]]) -> int:

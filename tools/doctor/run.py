@@ -5,6 +5,7 @@ The report is a page to read, the same as JSON, the logs of all checks, and in t
 
 import dataclasses
 import datetime
+import functools
 import getpass
 import json
 import math
@@ -24,11 +25,7 @@ from tools.doctor.checks import Check
 from tools.doctor.rows import CaseResult, read_rows, show_figures
 
 _HEAD = ("devices", "versions")  # rows that stand at the page's top
-
-
 _SAID = 400  # characters of a sentence on the page
-
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,59}")
 _MOST_NAMES = 200
 _QUOTED = 200
@@ -237,10 +234,10 @@ def redactor(model: Path) -> Callable[[str], str]:
         named[sys.prefix] = "<python>"
     folders = {str(each): word for path, word in named.items() for each in (Path(path), Path(path).resolve())}
     hosts = {name for full in (socket.gethostname(), os.uname().nodename) for name in (full, full.partition(".")[0])}
-    words = [(rf"{re.escape(path)}(?![\w-])", folders[path]) for path in _longest_first({*folders} - {"/", "~"})]
-    words += [
-        (rf"(?<![\w-]){re.escape(name)}(?![\w-])", "<host>") for name in _longest_first(hosts - {"", "localhost"})
-    ]
+    longest_first = functools.partial(sorted, key=len, reverse=True)
+    words = [(rf"{re.escape(path)}(?![\w-])", folders[path]) for path in longest_first({*folders} - {"/", "~"})]
+    hosts -= {"", "localhost"}
+    words += [(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "<host>") for name in longest_first(hosts)]
     words += [(rf"(?<=/){re.escape(_user())}(?![\w-])", "<user>")]
     words += [(r"[^\n\t -~\u00a0-\ud7ff\ue000-\U0010ffff]", "\ufffd")]
     patterns = [(re.compile(pattern), word) for pattern, word in words]
@@ -251,10 +248,6 @@ def redactor(model: Path) -> Callable[[str], str]:
         return text
 
     return redact
-
-
-def _longest_first(texts: set[str]) -> list[str]:
-    return sorted(texts, key=len, reverse=True)
 
 
 def _user() -> str:

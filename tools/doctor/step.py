@@ -1,7 +1,7 @@
 """Compares whole steps of a model with this device's kernels with the reference on the same device.
 
     python -m tools.doctor.step --list                      the models
-    python -m tools.doctor.step MODEL [--quick]             one of them; on a CPU always in its quick form
+    python -m tools.doctor.step NAME [--quick]              one of them; on a CPU always in its quick form
 
 Prompts are prefilled, in two parts, and then continued by the tokens of the reference, so that both see the same tokens
 at each step. What is compared are hidden states behind the last norm: greedy tokens may differ where two logits are
@@ -14,10 +14,10 @@ rows much. So there are two limits: one of rounding for the 75th percentile of t
 allows a few other choices.
 """
 
-import argparse
+import dataclasses
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,12 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from configs.deepseek_v2 import DEEPSEEK_V2_LITE
+from configs.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V32
+from configs.glm import GLM_4_7_FLASH, GLM_5
+from configs.kimi import KIMI_K2_THINKING
+from configs.mistral import MISTRAL_SMALL_4
+from dsv3.checkpoint.quantize import abstract_int4, is_int4, rounding
 from dsv3.config.engine import pages_for
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
@@ -33,13 +39,22 @@ from dsv3.engine.functions import StepFunctions, in_full_precision, model_functi
 from dsv3.kv_cache.layout import pool
 from dsv3.logs import configure_logging
 from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch
-from dsv3.model.params import Fp4Weight, Fp8Weight, Int4Weight
+from dsv3.model.params import Fp4Weight, Fp8Weight, Int4Weight, Params, ParamSpec, declare, initialize
 from dsv3.text.tokenizer import Tokenizer
 from pallas_kernels.backend import Backend, prepare, resolve_backend
-from tools.doctor.families import FAMILIES, random_params, two_layers
-from tools.doctor.rows import CaseResult, run_cases
+from tools.doctor.rows import CaseResult, parse_name, run_cases
 
 BUNDLED = "bundled"
+FAMILIES: Mapping[str, ModelConfig] = {
+    "DeepSeek-V3": DEEPSEEK_V3,
+    "DeepSeek-V3.2": DEEPSEEK_V32,
+    "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
+    "Kimi-K2-Thinking": KIMI_K2_THINKING,
+    "GLM-4.7-Flash": GLM_4_7_FLASH,
+    "GLM-5": GLM_5,
+    "Mistral-Small-4": MISTRAL_SMALL_4,
+}
+"""A dense layer and an MoE layer of each, with random weights of the family's types."""
 _TEXTS = ("def add(a, b):\n    return", "import os\n\n\nclass Path:\n    def", "x")
 _GREEDY = 64
 _FACTOR = 8.0
@@ -48,6 +63,7 @@ _FLOOR = {"float32": 1e-9, "bfloat16": 1e-6, "float16": 1e-7}
 """A difference that is always allowed, by the type: some of its roundings."""
 _FP8_FLOOR = 2e-3
 """The same for FP8 weights, whose kernels may or may not round activations to their 3 bits of fraction."""
+_INT4_DEVIATION = 4.6  # of -8 to 7, all as frequent
 _OTHER_CHOICES = 0.5
 """What other choices of experts may add to the sum over all rows: a row with one other expert of its 4 to 8 has some
 0.1, one that is wrong has 1."""
@@ -211,41 +227,37 @@ def tokens_row(found: np.ndarray, reference: np.ndarray) -> CaseResult:
     return CaseResult("greedy tokens", True, says, figures | {"gap": float(gap)})
 
 
-class Comparison:
-    """Runs a model three times when the first case asks: with kernels (twice), with the reference, and in float32."""
+def cases(make: Callable[[], tuple[Model, Work]], backend: Backend) -> dict[str, Callable[[], CaseResult | str]]:
+    """Returns what `run_cases` takes.
 
-    def __init__(self, make: Callable[[], tuple[Model, Work]], backend: Backend) -> None:
-        self._make, self._backend = make, backend
+    The first case runs the model four times: with kernels (twice), with the reference, and in float32.
+    """
 
-    @functools.cached_property
-    def _runs(self) -> tuple[Ran, Ran, Ran, Ran, float]:
-        model, work = self._make()
+    @functools.cache
+    def runs() -> tuple[Ran, Ran, Ran, Ran, float]:
+        model, work = make()
         reference = run(model, Backend.REFERENCE, work)
         work = work._replace(following=reference.following)
         exact = reference
         if model.compute != "float32":
             exact = run(in_float32(model), Backend.REFERENCE, work)
-        first, second = run(model, self._backend, work), run(model, self._backend, work)
+        first, second = run(model, backend, work), run(model, backend, work)
         return first, second, reference, exact, _FP8_FLOOR if model.cfg.fp8 else _FLOOR[model.compute]
 
-    def _kind(self, kind: str) -> CaseResult:
-        first, second, reference, exact, floor = self._runs
-        parts = (first.hidden[kind], reference.hidden[kind], exact.hidden[kind])
-        row = judge(kind, *parts, floor)
+    def steps(kind: str) -> CaseResult:
+        first, second, reference, exact, floor = runs()
+        row = judge(kind, first.hidden[kind], reference.hidden[kind], exact.hidden[kind], floor)
         if row.passed and not np.array_equal(first.hidden[kind], second.hidden[kind]):
             differ = int(np.sum(np.any(first.hidden[kind] != second.hidden[kind], -1)))
             return msgspec.structs.replace(row, passed=False, says=f"two runs differ in {differ} rows")
         return row
 
-    def _tokens(self) -> CaseResult:
-        first, _, reference, _, _ = self._runs
+    def tokens() -> CaseResult:
+        first, _, reference, _, _ = runs()
         return tokens_row(first.logits[:, :-1], reference.logits[:, :-1])
 
-    @property
-    def cases(self) -> dict[str, Callable[[], CaseResult | str]]:
-        """What `run_cases` takes."""
-        kinds = ("prefill", "prefill with context", "decode")
-        return {**{kind: functools.partial(self._kind, kind) for kind in kinds}, "greedy tokens": self._tokens}
+    kinds = ("prefill", "prefill with context", "decode")
+    return {**{kind: functools.partial(steps, kind) for kind in kinds}, "greedy tokens": tokens}
 
 
 def in_float32(model: Model) -> Model:
@@ -270,6 +282,61 @@ def bundled(quick: bool) -> tuple[Model, Work]:
     return model, Work(first, second, model.cfg.page_size, _GREEDY, None, not quick)
 
 
+def two_layers(cfg: ModelConfig, *, narrow: bool) -> ModelConfig:
+    """Returns a model of two layers of `cfg`, the MoE layer last, with few words and experts.
+
+    The widths are those of `cfg`, or `narrow`: then hidden states, MLPs and the query's latent have two to four blocks
+    of 128, and what attention works on stays as it is but for the number of heads. An indexer chooses fewer tokens, so
+    that a short prompt has more.
+    """
+    fewer = 4 * cfg.n_group  # in each group more than the least that a router ranks it by
+    few: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": min(1, cfg.first_k_dense_replace),
+        "num_nextn_predict_layers": 0,
+        "vocab_size": 1024,
+        "n_routed_experts": max(fewer, 32),
+    }
+    if cfg.indexer is not None:
+        few["indexer"] = dataclasses.replace(cfg.indexer, topk=64 if narrow else 512)
+    if narrow:
+        few |= {
+            "hidden_size": 512,
+            "num_attention_heads": 16,
+            "q_lora_rank": cfg.q_lora_rank and 256,
+            "intermediate_size": 512,
+            "moe_intermediate_size": 256,
+        }
+    return dataclasses.replace(cfg, **few)
+
+
+def random_params(cfg: ModelConfig) -> Params:
+    """Returns random parameters of the types that a server keeps them in; plain ones are bfloat16.
+
+    Their deviation keeps what a layer adds of the size of what it is added to, at any width, so that each layer counts.
+    """
+    std = 0.45 * cfg.hidden_size**-0.5
+    # This generator compiles in a fraction of the time of jax's own.
+    drawn = initialize(cfg, jax.random.key(0, impl="rbg"), jnp.bfloat16, std=std)
+
+    def stored(spec: ParamSpec, leaf: jax.Array) -> Any:
+        if is_int4(cfg, spec):
+            return _int4(spec, std)
+        if cfg.fp8 is not None and spec.quantizable:
+            return rounding(cfg.fp8.scale_fmt == "ue8m0")(leaf)
+        return leaf
+
+    return jax.tree.map(stored, declare(cfg), drawn)
+
+
+def _int4(spec: ParamSpec, std: float) -> Int4Weight:
+    words_key, scale_key = jax.random.split(jax.random.key(spec.shape[-1], impl="rbg"))
+    shapes = abstract_int4(spec.shape)
+    words = jax.random.bits(words_key, shapes.data.shape, jnp.uint32).astype(shapes.data.dtype)
+    scale = jax.random.uniform(scale_key, shapes.scale.shape, jnp.float32, 0.5, 1.5) * (std / _INT4_DEVIATION)
+    return Int4Weight(words, scale.astype(shapes.scale.dtype))
+
+
 def family(name: str, quick: bool) -> tuple[Model, Work]:
     """Returns two layers of a family, and prompts that end within pages and tiles, one of a single token."""
     cfg = two_layers(FAMILIES[name], narrow=quick)
@@ -290,13 +357,7 @@ def family(name: str, quick: bool) -> tuple[Model, Work]:
 
 def main(argv: list[str] | None = None) -> int:
     """Lists the models, or checks one; returns the exit status of a check."""
-    parser = argparse.ArgumentParser(prog="python -m tools.doctor.step")
-    parser.add_argument("model", nargs="?", choices=(BUNDLED, *FAMILIES), metavar="MODEL", help="a name of --list")
-    parser.add_argument("--list", action="store_true", help="print the models' names")
-    parser.add_argument("--quick", action="store_true", help="narrow layers and short prompts")
-    args = parser.parse_args(argv)
-    if args.list == bool(args.model):
-        parser.error("say either a MODEL or --list")
+    args = parse_name(argv, "step", (BUNDLED, *FAMILIES), quick="narrow layers and short prompts")
     if args.list:
         print(BUNDLED, *FAMILIES, sep="\n")
         return 0
@@ -304,8 +365,8 @@ def main(argv: list[str] | None = None) -> int:
     quick = args.quick or jax.default_backend() == "cpu"
     backend = resolve_backend()
     prepare(backend)
-    make = bundled if args.model == BUNDLED else functools.partial(family, args.model)
-    return run_cases(Comparison(functools.partial(make, quick), backend).cases)
+    make = bundled if args.name == BUNDLED else functools.partial(family, args.name)
+    return run_cases(cases(functools.partial(make, quick), backend))
 
 
 if __name__ == "__main__":

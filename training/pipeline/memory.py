@@ -13,7 +13,7 @@ from dsv3.model.params import abstract
 from sharding.mesh import DEVICES, NODE
 from training.config import TrainingConfig
 from training.pipeline import ranks
-from training.pipeline.programs import StageProgram, trace_stages, weight_shapes
+from training.pipeline.programs import StageProgram, input_shapes, trace_stages, weight_shapes
 from training.pipeline.ranks import is_partition, split_over_teams
 from training.pipeline.schedules import PassKind, PipelineSchedule, RankSize
 from training.pipeline.stages import Stage, cut, extract_stage, partitions
@@ -49,7 +49,7 @@ def memory_of(config: TrainingConfig, schedule: PipelineSchedule, rows: int, siz
     Traces the stages' programs without compiling them.
     """
     stages = cut(config.model, schedule.stages)
-    programs = trace_stages(config, stages, rows, config.sequence_length, size)
+    programs = trace_stages(config, stages, rows, size)
     saved = {stage.index: _saved(config, programs[stage.index], rows) for stage in stages}
     held = {stage.index: weight_shapes(config, stage) for stage in stages}
     memory = []
@@ -66,11 +66,8 @@ def memory_of(config: TrainingConfig, schedule: PipelineSchedule, rows: int, siz
 
 def _saved(config: TrainingConfig, program: StageProgram, rows: int) -> int:
     """Returns the bytes that one micro-batch's forward keeps for its backward on one device."""
-    cfg, length, stage = config.model, config.sequence_length, program.stage
-    tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    x = jax.ShapeDtypeStruct((rows * length, cfg.hidden_size), jnp.dtype(config.compute_dtype))
-    counts = jax.ShapeDtypeStruct((1 + cfg.num_nextn_predict_layers,), jnp.float32)
-    data = (tokens, counts) if stage.last else ()
+    stage = program.stage
+    x, tokens, data = input_shapes(config, stage, rows)
     entry = tokens if stage.first else x
     _, _, saved = jax.eval_shape(program.forward_program(), weight_shapes(config, stage), entry, data)
     return sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))

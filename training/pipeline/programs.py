@@ -196,21 +196,25 @@ def weight_shapes(config: TrainingConfig, stage: Stage) -> StageParams:
     return jax.eval_shape(lambda own, table: weights(own, table, config, stage), shapes, embedding)
 
 
-def trace(config: TrainingConfig, stage: Stage, rows: int, length: int, size: RankSize) -> StageProgram:
-    """Returns the program of a stage for micro-batches of `rows` rows of `length` tokens, over a rank's devices."""
-    cfg, dtype = config.model, jnp.dtype(config.compute_dtype)
-    held = weight_shapes(config, stage)
-    x = jax.ShapeDtypeStruct((rows * length, cfg.hidden_size), dtype)
+def input_shapes(config: TrainingConfig, stage: Stage, rows: int) -> tuple[Any, Any, Any]:
+    """Returns the shapes of a micro-batch's residual stream, its tokens, and the `data` of the stage (`compute`)."""
+    cfg, length = config.model, config.sequence_length
+    x = jax.ShapeDtypeStruct((rows * length, cfg.hidden_size), jnp.dtype(config.compute_dtype))
     tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     counts = jax.ShapeDtypeStruct((1 + cfg.num_nextn_predict_layers,), jnp.float32)
-    data = (tokens, counts) if stage.last else ()
-    function = compute(config, stage, length, ranks.routed_experts(size))
+    return x, tokens, (tokens, counts) if stage.last else ()
+
+
+def trace(config: TrainingConfig, stage: Stage, rows: int, size: RankSize) -> StageProgram:
+    """Returns the program of a stage for micro-batches of `rows` rows, over a rank's devices."""
+    held, (x, _, data) = weight_shapes(config, stage), input_shapes(config, stage, rows)
+    function = compute(config, stage, ranks.routed_experts(size))
     parts: list[Split] = []
 
     def on_a_device(held: StageParams, x: jax.Array, data: Any) -> None:
         parts.append(split(function, held, x, data))
 
-    weight_partitions = partitions(cfg, stage, computing=True)
+    weight_partitions = partitions(config.model, stage, computing=True)
     inputs = (weight_partitions, SPLIT, (SPLIT, EVERYWHERE) if stage.last else ())
     jax.eval_shape(ranks.spread(on_a_device, size, inputs, None), held, x, data)
     return StageProgram(stage, weight_partitions, size, parts[0])
@@ -223,8 +227,8 @@ class StagePrograms:
     add to `total` donate it.
     """
 
-    def __init__(self, config: TrainingConfig, stages: tuple[Stage, ...], rows: int, length: int, size: RankSize):
-        self.stages = trace_stages(config, stages, rows, length, size)
+    def __init__(self, config: TrainingConfig, stages: tuple[Stage, ...], rows: int, size: RankSize):
+        self.stages = trace_stages(config, stages, rows, size)
         # Uses only the devices of the weights, which jax would drop with an unused argument.
         self.zeros = self._compiled(lambda stage: stage.zeros_program(), keep_unused=True)
         self.forward = self._compiled(lambda stage: stage.forward_program())
@@ -249,12 +253,10 @@ class StagePrograms:
         return self._pairs[key]
 
 
-def trace_stages(
-    config: TrainingConfig, stages: tuple[Stage, ...], rows: int, length: int, size: RankSize
-) -> list[StageProgram]:
+def trace_stages(config: TrainingConfig, stages: tuple[Stage, ...], rows: int, size: RankSize) -> list[StageProgram]:
     """Returns the programs of all stages, as `trace` does; stages with the same kinds of layers share one."""
     keys = [_key(config, stage) for stage in stages]
-    traced = {key: trace(config, stage, rows, length, size) for key, stage in zip(keys, stages, strict=True)}
+    traced = {key: trace(config, stage, rows, size) for key, stage in zip(keys, stages, strict=True)}
     return [traced[key] for key in keys]
 
 
@@ -265,12 +267,12 @@ def _key(config: TrainingConfig, stage: Stage) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(maxsize=8)
-def stage_programs(config: TrainingConfig, stages: int, rows: int, length: int, size: RankSize) -> StagePrograms:
-    """Returns the programs of a model cut into `stages`, for micro-batches of `rows` rows of `length` tokens.
+def stage_programs(config: TrainingConfig, stages: int, rows: int, size: RankSize) -> StagePrograms:
+    """Returns the programs of a model cut into `stages`, for micro-batches of `rows` rows.
 
     The devices of a rank split the rows. Raises ValueError as `cut` does.
     """
-    return StagePrograms(config, cut(config.model, stages), rows, length, size)
+    return StagePrograms(config, cut(config.model, stages), rows, size)
 
 
 Inputs = tuple[Any, ...]

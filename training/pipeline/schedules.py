@@ -11,6 +11,7 @@ DualPipe and DualPipeV follow the published `step` of deepseek-ai/DualPipe opera
 import collections
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable
 
 
@@ -94,7 +95,7 @@ class PipelineSchedule:
 
 
 def build(algorithm: str, ranks: int, micro_batches: int) -> PipelineSchedule:
-    """Returns the schedule of `algorithm`, a name of `ALGORITHMS`.
+    """Returns the schedule of `algorithm`, a name of `ALGORITHMS`; `micro_batches` counts those of both directions.
 
     Raises ValueError for an unknown algorithm, and for numbers of ranks or micro-batches that it does not support.
     """
@@ -105,17 +106,8 @@ def build(algorithm: str, ranks: int, micro_batches: int) -> PipelineSchedule:
     return ALGORITHMS[algorithm](ranks, micro_batches)
 
 
-def order(algorithm: str, ranks: int, micro_batches: int) -> list[list[str]]:
-    """Returns for each rank its operations as text: `F0.3`, `Bi1.0`, `W1.0`, `F0.3&B1.1`.
-
-    `micro_batches` counts those of both directions. Raises ValueError as `build` does.
-    """
-    schedule = build(algorithm, ranks, micro_batches)
-    return [[text(operation) for operation in rank] for rank in schedule.orders]
-
-
 class _OrderWriter:
-    """Writes one rank's order: numbers micro-batches per direction and keeps the queue of weight gradients.
+    """Writes one rank's order: numbers micro-batches per direction and keeps the weight gradients `waiting`.
 
     `phase` is the direction that the methods call 0; for the ranks of DualPipe's second half both are exchanged.
     """
@@ -124,12 +116,7 @@ class _OrderWriter:
         self.operations: list[Operation] = []
         self._phase = phase
         self._forwards, self._backwards = [0, 0], [0, 0]
-        self._waiting: collections.deque[Pass] = collections.deque()
-
-    @property
-    def waiting(self) -> int:
-        """Weight gradients in the queue."""
-        return len(self._waiting)
+        self.waiting: collections.deque[Pass] = collections.deque()
 
     def forward(self, direction: int = 0) -> None:
         self.operations.append((self._forward(direction),))
@@ -137,14 +124,14 @@ class _OrderWriter:
     def backward(self, direction: int = 0, *, split: bool = False) -> None:
         part = self._backward(direction, PassKind.INPUT if split else PassKind.BACKWARD)
         if split:
-            self._waiting.append(dataclasses.replace(part, kind=PassKind.WEIGHT))
+            self.waiting.append(dataclasses.replace(part, kind=PassKind.WEIGHT))
         self.operations.append((part,))
 
     def pair(self, forward: int, backward: int) -> None:
         self.operations.append((self._forward(forward), self._backward(backward, PassKind.BACKWARD)))
 
     def weight(self) -> None:
-        self.operations.append((self._waiting.popleft(),))
+        self.operations.append((self.waiting.popleft(),))
 
     def _forward(self, direction: int) -> Pass:
         return self._next(self._forwards, direction ^ self._phase, PassKind.FORWARD)
@@ -158,8 +145,13 @@ class _OrderWriter:
         return Pass(kind, direction, counts[direction] - 1)
 
 
-def _one_forward_one_backward(ranks: int, micro_batches: int) -> PipelineSchedule:
-    _check_filled("1F1B", ranks, micro_batches)
+def _alternating(algorithm: str, ranks: int, micro_batches: int, *, split: bool) -> PipelineSchedule:
+    """Returns 1F1B, or with `split` backwards ZB1P.
+
+    ZB1P queues up to r weight gradients on rank r, so that every rank keeps as many activations as the first of 1F1B.
+    """
+    if micro_batches < ranks:
+        raise ValueError(f"{algorithm} over {ranks} ranks needs at least {ranks} micro-batches, got {micro_batches}")
     orders = []
     for rank in range(ranks):
         writer, ahead = _OrderWriter(), ranks - 1 - rank
@@ -167,33 +159,13 @@ def _one_forward_one_backward(ranks: int, micro_batches: int) -> PipelineSchedul
             if i < micro_batches:
                 writer.forward()
             if i >= ahead:
-                writer.backward()
-        orders.append(tuple(writer.operations))
-    return PipelineSchedule("1F1B", ranks, micro_batches, tuple(orders))
-
-
-def _zero_bubble(ranks: int, micro_batches: int) -> PipelineSchedule:
-    """Queues up to r weight gradients on rank r, so that every rank keeps as many activations as the first of 1F1B."""
-    _check_filled("ZB1P", ranks, micro_batches)
-    orders = []
-    for rank in range(ranks):
-        writer, ahead = _OrderWriter(), ranks - 1 - rank
-        for i in range(micro_batches + ahead):
-            if i < micro_batches:
-                writer.forward()
-            if i >= ahead:
-                writer.backward(split=True)
-            if writer.waiting > rank:
+                writer.backward(split=split)
+            if len(writer.waiting) > rank:
                 writer.weight()
         while writer.waiting:
             writer.weight()
         orders.append(tuple(writer.operations))
-    return PipelineSchedule("ZB1P", ranks, micro_batches, tuple(orders))
-
-
-def _check_filled(algorithm: str, ranks: int, micro_batches: int) -> None:
-    if micro_batches < ranks:
-        raise ValueError(f"{algorithm} over {ranks} ranks needs at least {ranks} micro-batches, got {micro_batches}")
+    return PipelineSchedule(algorithm, ranks, micro_batches, tuple(orders))
 
 
 def _dualpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
@@ -257,8 +229,8 @@ def _bidirectional(outer: int, half: int, micro_batches: int, phase: int) -> Ord
 
 
 ALGORITHMS: dict[str, Callable[[int, int], PipelineSchedule]] = {
-    "1F1B": _one_forward_one_backward,
-    "ZB1P": _zero_bubble,
+    "1F1B": functools.partial(_alternating, "1F1B", split=False),
+    "ZB1P": functools.partial(_alternating, "ZB1P", split=True),
     "DualPipe": _dualpipe,
     "DualPipeV": _dualpipe_v,
 }

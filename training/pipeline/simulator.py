@@ -6,10 +6,6 @@ from collections.abc import Iterable
 from training.pipeline.schedules import Operation, Pass, PassKind, PipelineSchedule, text
 
 
-class ScheduleError(ValueError):
-    """A schedule whose operations cannot run in their order."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Durations:
     """Time of each operation, in any unit. `backward` is the whole one, `weight` its half that can be deferred.
@@ -87,7 +83,7 @@ def _peak(operations: Iterable[Operation]) -> int:
 def simulate(schedule: PipelineSchedule, durations: Durations = UNITS) -> ScheduleTimeline:
     """Starts each operation as soon as its rank is free and its inputs are available.
 
-    Raises ScheduleError for a deadlock, and for an operation that is missing or appears twice.
+    Raises ValueError for a deadlock, and for an operation that is missing or appears twice.
     """
     _check_complete(schedule)
     ended: dict[_Done, float] = {}
@@ -97,7 +93,7 @@ def simulate(schedule: PipelineSchedule, durations: Durations = UNITS) -> Schedu
         ready = [_start(schedule, rank, positions[rank], free[rank], ended) for rank in range(schedule.ranks)]
         times = [(start, rank) for rank, start in enumerate(ready) if start is not None]
         if not times:
-            raise ScheduleError(f"deadlock: every rank waits: {_next_operations(schedule, positions)}")
+            raise ValueError(f"deadlock: every rank waits: {_next_operations(schedule, positions)}")
         start, rank = min(times)
         operation = schedule.orders[rank][positions[rank]]
         end = start + durations.of(operation)
@@ -139,7 +135,7 @@ def _needs(schedule: PipelineSchedule, rank: int, part: Pass) -> list[_Done]:
 
 
 def _check_complete(schedule: PipelineSchedule) -> None:
-    """Raises ScheduleError unless each stage runs each micro-batch's forward, input and weight gradient once."""
+    """Raises ValueError unless each stage runs each micro-batch's forward, input and weight gradient once."""
     seen: dict[_Done, int] = {}
     for rank, order in enumerate(schedule.orders):
         for part in (part for operation in order for part in operation):
@@ -152,25 +148,10 @@ def _check_complete(schedule: PipelineSchedule) -> None:
             for batch in range(schedule.micro_batches):
                 if (count := seen.get((kind, stage, batch), 0)) != 1:
                     what = f"{kind.value} of micro-batch {batch} in stage {stage}"
-                    raise ScheduleError(f"{schedule.algorithm}: {what} appears {count} times, not once")
+                    raise ValueError(f"{schedule.algorithm}: {what} appears {count} times, not once")
 
 
 def _next_operations(schedule: PipelineSchedule, positions: list[int]) -> str:
     orders = enumerate(zip(schedule.orders, positions, strict=True))
     waiting = [(rank, order[position]) for rank, (order, position) in orders if position < len(order)]
     return ", ".join(f"rank {rank} for {text(operation)}" for rank, operation in waiting)
-
-
-def bubble(schedule: PipelineSchedule, durations: Durations = UNITS) -> float:
-    """Returns the idle time of a rank in one step, by the published formulas (deepseek-ai/DualPipe)."""
-    one = durations.forward + durations.backward
-    if schedule.algorithm == "1F1B":
-        return (schedule.stages - 1) * one
-    if schedule.algorithm == "ZB1P":
-        return (schedule.stages - 1) * (one - 2 * durations.weight)
-    return (schedule.stages / 2 - 1) * (durations.pair + durations.backward - 3 * durations.weight)
-
-
-def activations(schedule: PipelineSchedule) -> int:
-    """Returns the most micro-batches whose activations a rank keeps at once, by the published table."""
-    return schedule.stages + (schedule.directions - 1)

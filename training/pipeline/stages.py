@@ -146,16 +146,16 @@ def weights(own: StageParams, embedding: jax.Array | None, config: TrainingConfi
 
 
 def compute(
-    config: TrainingConfig, stage: Stage, length: int, routed: RoutedExperts
+    config: TrainingConfig, stage: Stage, routed: RoutedExperts
 ) -> Callable[..., tuple[jax.Array, dict[str, Any]]]:
-    """Returns the stage as a function `(weights, x, data) -> (y, report)` of rows of `length` tokens on one device.
+    """Returns the stage as a function `(weights, x, data) -> (y, report)` of rows on one device.
 
     `routed` computes the routed experts. x and y are residual streams `[T, D]`. The last stage's y is the rows' part of
     the objective, a scalar, and its `data` are the rows' tokens `[B, S]` and the whole batch's `target_counts`; other
     stages have no data. `report` has `expert_counts` int32 [MoE layers, E] (None without MoE layers) and the last
     stage's losses.
     """
-    cfg = config.model
+    cfg, length = config.model, config.sequence_length
 
     def run(weights: StageParams, x: jax.Array, data: Any) -> tuple[jax.Array, dict[str, Any]]:
         rows = x.shape[0] // length

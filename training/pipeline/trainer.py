@@ -69,7 +69,7 @@ class PipelineTrainer:
         rows, self.size = _rows(config, schedule, meshes), size_of(meshes[0])
         self.config, self.schedule = config, schedule
         self.stages = cut(config.model, schedule.stages)
-        programs = stage_programs(config, schedule.stages, rows, config.sequence_length, self.size)
+        programs = stage_programs(config, schedule.stages, rows, self.size)
         self.runner = PipelineRunner(schedule, programs, meshes, config.model.num_nextn_predict_layers)
         self.owners = [meshes[schedule.rank(stage.index, 0)] for stage in self.stages]
         everything = jax.eval_shape(lambda: by_layer(initial_state(config), cfg=config.model))

@@ -236,9 +236,7 @@ class _OneBatch:
 
         tenant = next((each for each in self._service.tenants.all if each.name == self._tenant), None)
         completer = ServiceCompleter(self._service, tenant, BATCH_PRIORITY, self._permits)
-        work = asyncio.create_task(
-            run(path, journal, completer, concurrency=completer.concurrency, total=total, on_progress=on_progress)
-        )
+        work = asyncio.create_task(run(path, journal, completer, on_progress=on_progress))
         synced = saved = asyncio.get_running_loop().time()
         try:
             while not work.done():

@@ -13,6 +13,7 @@ class FakeCompleter:
     """Answers {"prompt": text} with the text reversed; each character of it takes `char_s`."""
 
     def __init__(self, char_s: float = 0.0, die_after: int | None = None):
+        self.concurrency = 4
         self._char_s, self._die_after = char_s, die_after
         self.running = self.most_running = self.completed = self.cancelled = 0
 
@@ -42,8 +43,9 @@ class FakeCompleter:
 def run_batch(source, output, completer=None, *, concurrency=4, model="fake", stop_when=None) -> BatchProgress:
     """Runs a batch to its end, or until `stop_when(progress)` holds."""
     source, output = pathlib.Path(source), pathlib.Path(output)
-    summary = summarize_input(source)
-    journal = Journal.open(output, summary, model)
+    journal = Journal.open(output, summarize_input(source), model)
+    completer = completer or FakeCompleter()
+    completer.concurrency = concurrency
 
     async def batch():
         task = asyncio.current_task()
@@ -52,14 +54,7 @@ def run_batch(source, output, completer=None, *, concurrency=4, model="fake", st
             if stop_when is not None and stop_when(progress):
                 task.cancel()
 
-        return await run(
-            source,
-            journal,
-            completer or FakeCompleter(),
-            concurrency=concurrency,
-            total=summary.lines,
-            on_progress=on_progress,
-        )
+        return await run(source, journal, completer, on_progress=on_progress)
 
     try:
         return asyncio.run(batch())

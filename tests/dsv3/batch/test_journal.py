@@ -119,6 +119,16 @@ def test_a_file_of_unknown_origin_is_refused(source, tmp_path, state):
     assert output.read_text() == "precious\n"
 
 
+def test_a_batch_of_another_version_is_refused(source, tmp_path):
+    output, state = tmp_path / "out.jsonl", tmp_path / "out.jsonl.state.json"
+    journal = open_journal(source, output)
+    journal.append(1, line(1))
+    journal.close()
+    state.write_text(state.read_text().replace('"version":1', '"version":2'))
+    with pytest.raises(BatchError, match="version 2, not 1"):
+        open_journal(source, output)
+
+
 def test_deleting_the_output_starts_over(source, tmp_path):
     output = tmp_path / "out.jsonl"
     journal = open_journal(source, output)

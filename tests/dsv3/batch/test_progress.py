@@ -11,8 +11,8 @@ from dsv3.batch.run import BatchProgress
 def shown(monkeypatch, *, terminal, interval=0.0):
     monkeypatch.setattr(display, "LOG_SECONDS", interval)
     console = Console(file=io.StringIO(), force_terminal=terminal, width=120, color_system=None)
-    with display.ProgressDisplay(console) as bar:
-        bar.update(BatchProgress(total=40, resumed=10, succeeded=8, failed=2, output_tokens=600, seconds=2.0))
+    with display.progress_display(console) as show:
+        show(BatchProgress(total=40, resumed=10, succeeded=8, failed=2, output_tokens=600, seconds=2.0))
     return console.file.getvalue()
 
 

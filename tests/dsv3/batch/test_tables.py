@@ -25,7 +25,7 @@ PROMPTS = ["one", None, 'drei, "x"\nzwei', "", "vier"]
 class Echo:
     """Answers with the last message or the prompt, in capitals; refuses an empty one."""
 
-    concurrency = 3
+    concurrency = 1
 
     async def complete(self, url, body):
         fields = json.loads(body)
@@ -43,8 +43,7 @@ def answer(source, target, *, stop_after=None, **options):
     import asyncio
 
     staged = stage(str(source), str(target), BatchOptions(**options))
-    summary = summarize_input(staged.lines)
-    journal = Journal.open(staged.answers, summary, "m")
+    journal = Journal.open(staged.answers, summarize_input(staged.lines), "m")
 
     async def batch():
         task = asyncio.current_task()
@@ -53,11 +52,11 @@ def answer(source, target, *, stop_after=None, **options):
             if stop_after is not None and progress.answered >= stop_after:
                 task.cancel()
 
-        return await run(staged.lines, journal, Echo(), concurrency=1, total=summary.lines, on_progress=on_progress)
+        return await run(staged.lines, journal, Echo(), on_progress=on_progress)
 
     try:
         progress = asyncio.run(batch())
-        if not progress.interrupted:
+        if progress.answered == progress.total:
             staged.finish()
         return progress
     finally:
@@ -136,7 +135,7 @@ def test_lines_with_messages_are_a_table_and_batch_lines_are_not(tmp_path):
 def test_an_interrupted_table_is_resumed(tmp_path):
     source, target = tmp_path / "in.parquet", tmp_path / "out.parquet"
     write(source, [{"prompt": f"text {i}"} for i in range(20)])
-    assert answer(source, target, prompt_column="prompt", stop_after=7).interrupted
+    assert answer(source, target, prompt_column="prompt", stop_after=7).answered == 7
     assert not target.exists()
     done = answer(source, target, prompt_column="prompt")
     assert done.resumed >= 7 and done.resumed + done.succeeded == 20

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
+from configs.deepseek_v4 import DEEPSEEK_V4_FLASH
 from dsv3.config.engine import EngineConfig, ForwardProgram
 from dsv3.engine.communication import Communication
 from dsv3.engine.device.layout import Reserve, reserve

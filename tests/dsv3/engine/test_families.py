@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from configs.glm_4_7_flash import GLM_4_7_FLASH
-from configs.mistral_small_4 import MISTRAL_SMALL_4
+from configs.glm import GLM_4_7_FLASH
+from configs.mistral import MISTRAL_SMALL_4
 from dsv3 import LLM, SamplingParams
 from dsv3.engine.description import describe
 from dsv3.engine.dtypes import EngineDtypes, count_parameters, short

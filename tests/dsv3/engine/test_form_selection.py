@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.deepseek_v3 import DEEPSEEK_V3
-from configs.deepseek_v32 import DEEPSEEK_V32
+from configs.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V32
 from dsv3.config.device_rates import PEAKS, peaks_of
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import ModelConfig

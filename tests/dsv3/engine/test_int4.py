@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs.kimi_k2_thinking import KIMI_K2_THINKING
+from configs.kimi import KIMI_K2_THINKING
 from dsv3.checkpoint import load_params
 from dsv3.config.hugging_face import load_config, to_hf
 from dsv3.config.options import EngineOptions

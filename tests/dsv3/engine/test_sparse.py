@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs.deepseek_v32 import DEEPSEEK_V32
+from configs.deepseek_v3 import DEEPSEEK_V32
 from dsv3.checkpoint import save_hf
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.deepseek_v32 import DEEPSEEK_V32
+from configs.deepseek_v3 import DEEPSEEK_V32
 from dsv3.config.engine import pages_for
 from dsv3.config.model import CacheGroup, ModelConfig, cache_row
 from dsv3.kv_cache import layout

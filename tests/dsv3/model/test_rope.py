@@ -7,10 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
+from configs.deepseek_v2 import DEEPSEEK_V2_LITE
 from configs.deepseek_v3 import DEEPSEEK_V3
-from configs.kimi_k2 import KIMI_K2
-from configs.moonlight import MOONLIGHT_16B_A3B
+from configs.kimi import KIMI_K2, MOONLIGHT_16B_A3B
 from dsv3.config.model import ModelConfig, YarnConfig
 from dsv3.model.layers.rope import amplitude, inverse_frequencies, rotate, rotation
 

@@ -11,10 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from configs.deepseek_v2 import DEEPSEEK_V2
-from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
+from configs.deepseek_v2 import DEEPSEEK_V2, DEEPSEEK_V2_LITE
 from configs.deepseek_v3 import DEEPSEEK_V3
-from configs.kimi_k2 import KIMI_K2
+from configs.kimi import KIMI_K2
 from dsv3.config.model import ModelConfig
 from dsv3.model.layers.router import Routing, _topk_experts, route, router_logits
 from pallas_kernels import native

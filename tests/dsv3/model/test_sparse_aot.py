@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from configs.deepseek_v32 import DEEPSEEK_V32
+from configs.deepseek_v3 import DEEPSEEK_V32
 from dsv3.config.model import FP8, IndexerConfig
 from dsv3.kv_cache.layout import pool
 from dsv3.model import AttentionForm, DecodeBatch, PrefillBatch, decode, prefill

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
-from configs.kimi_k2 import KIMI_K2
+from configs.deepseek_v4 import DEEPSEEK_V4_FLASH
+from configs.kimi import KIMI_K2
 from dsv3.model.layers.router import route
 from pallas_kernels import gpus
 from pallas_kernels.backend import Backend

@@ -15,13 +15,13 @@ from tools.bench.stream import Arrival, RequestRecord
 
 
 def record(index=0, scheduled=0.0, arrivals=((1.0, 1), (1.5, 1), (2.5, 1)), finished=2.6, **fields):
-    defaults = {"sent_s": scheduled, "prompt_tokens": 10, "cached_tokens": 4}
+    usage = {"prompt_tokens": 10, "completion_tokens": sum(count or 0 for _, count in arrivals)}
     return RequestRecord(
         index=index,
         scheduled_s=scheduled,
         finished_s=finished,
-        arrivals=tuple(Arrival(*arrival) for arrival in arrivals),
-        **(defaults | {"output_tokens": sum(count or 0 for _, count in arrivals)} | fields),
+        arrivals=[Arrival(*arrival) for arrival in arrivals],
+        **({"sent_s": scheduled, "usage": usage} | fields),
     )
 
 
@@ -89,7 +89,7 @@ def test_a_chunk_of_several_tokens_gives_its_gap_to_each_of_them():
 
 
 def test_chunks_without_counts_are_gaps_between_chunks():
-    assert record(arrivals=((1.0, None), (2.0, None), (4.0, None)), output_tokens=9).inter_token_s() == [1.0, 2.0]
+    assert record(arrivals=((1.0, None), (2.0, None), (4.0, None))).inter_token_s() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("arrivals", [(), ((1.0, 1),), ((1.0, 5),)])
@@ -109,7 +109,7 @@ def test_rates_are_of_completed_requests_over_the_whole_duration():
 
 
 def test_without_counts_there_are_no_token_rates():
-    figures = summarize([record(output_tokens=None)])
+    figures = summarize([record(arrivals=((1.0, None), (2.0, None)), usage={})])
     assert figures["throughput"]["output_tokens_per_s"] is None and figures["throughput"]["requests_per_s"]
 
 

@@ -68,7 +68,7 @@ def test_times_are_ordered_and_the_cache_is_reported(server):
     [record] = run(server, "plain")
     times = [record.sent_s, *(arrival.time_s for arrival in record.arrivals), record.finished_s]
     assert times == sorted(times)
-    assert record.cached_tokens == 1 and record.finish_reason == "length"
+    assert record.usage["prompt_tokens_details"] == {"cached_tokens": 1} and record.finish_reason == "length"
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from dsv3.model.batch import DecodeBatch
 from pallas_kernels import mla
 from pallas_kernels.backend import Backend
 from tools.doctor import checks, step
-from tools.doctor.families import FAMILIES, random_params, two_layers
-from tools.doctor.step import Model, Work
+from tools.doctor.step import FAMILIES, Model, Work, random_params, two_layers
 
 CFG = dataclasses.replace(TINY, num_hidden_layers=2, num_nextn_predict_layers=0, vocab_size=256)
 
@@ -89,7 +88,7 @@ def test_a_kernel_that_gives_something_else_the_second_time_is_found(monkeypatch
         return found
 
     monkeypatch.setattr(step, "run", run)
-    cases = step.Comparison(lambda: tiny, Backend.NATIVE).cases
+    cases = step.cases(lambda: tiny, Backend.NATIVE)
     assert cases["prefill"]().passed and len(runs) == 2
     assert cases["decode"]().says == "two runs differ in 1 rows"
 

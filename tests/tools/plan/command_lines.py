@@ -15,13 +15,11 @@ from typing import Any
 import jax.numpy as jnp
 import yaml
 
-from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
-from configs.deepseek_v3 import DEEPSEEK_V3
-from configs.deepseek_v31 import DEEPSEEK_V31
-from configs.deepseek_v32 import DEEPSEEK_V32
+from configs.deepseek_v2 import DEEPSEEK_V2_LITE
+from configs.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32
 from configs.deployments import DECODE_EP144, H100, H200, NODE_8XH200, PREFILL_EP32
-from configs.glm_4_7_flash import GLM_4_7_FLASH
-from configs.kimi_k2_thinking import KIMI_K2_THINKING
+from configs.glm import GLM_4_7_FLASH
+from configs.kimi import KIMI_K2_THINKING
 from dsv3.config.declaration import options_of
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
+from configs.deepseek_v4 import DEEPSEEK_V4_FLASH
 from configs.deployments import H200
 from dsv3.config.model import itemsizes
 from tools.plan.attention import cache_reads, core_operations, product_elements, rows_seen

@@ -6,7 +6,7 @@ import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144, H200, H800, NODE_8XH200, NODE_8XH800, PREFILL_EP32
-from configs.kimi_k2_thinking import KIMI_K2_THINKING
+from configs.kimi import KIMI_K2_THINKING
 from tools.plan.deployment import Deployment, DeploymentError
 from tools.plan.memory import Memory, judge, memory_of
 from tools.plan.programs import cache_tokens, lay_out, runs

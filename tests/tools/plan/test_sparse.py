@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from configs.deepseek_v3 import DEEPSEEK_V3
-from configs.deepseek_v32 import DEEPSEEK_V32
+from configs.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V32
 from configs.deployments import H200
 from dsv3.config.device_rates import PEAKS
 from dsv3.model.forms import masked_capacity

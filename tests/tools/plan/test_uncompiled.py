@@ -9,9 +9,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
-from configs.deepseek_v4_flash_0731 import DEEPSEEK_V4_FLASH_0731
-from configs.deepseek_v4_pro import DEEPSEEK_V4_PRO
+from configs.deepseek_v4 import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_FLASH_0731, DEEPSEEK_V4_PRO
 from configs.deployments import (
     V4_FLASH_2XH200,
     V4_FLASH_4XH200,

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
-from configs.deepseek_v4_flash_0731 import DEEPSEEK_V4_FLASH_0731
+from configs.deepseek_v4 import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_FLASH_0731
 from configs.deployments import DECODE_EP144, PREFILL_EP32, V4_FLASH_4XH200
 from dsv3.engine.device.programs import Key
 from dsv3.model.vocabulary import WHOLE

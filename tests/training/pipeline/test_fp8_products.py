@@ -46,7 +46,7 @@ def test_gradients_of_split_backwards_equal_whole_ones(toy_config: TrainingConfi
     wanted = jax.tree.map(np.add, *parts)
 
     (stage,) = cut(model, 1)
-    programs = stage_programs(config, 1, ROWS // MICRO_BATCHES, LENGTH, SIZE)
+    programs = stage_programs(config, 1, ROWS // MICRO_BATCHES, SIZE)
     runner = PipelineRunner(build("ZB1P", 1, MICRO_BATCHES), programs, rank_meshes(jax.devices(), 1, SIZE), 0)
     executed = runner.run(
         runner.place_weights([weights(extract_stage(params, model, stage), None, config, stage)]), tokens

@@ -34,6 +34,7 @@ DEVICES, ROWS, LENGTH = 8, 8, 128
 STAGE = Stage(1, 2, 3, first=False, last=False)
 CONFIG = dataclasses.replace(
     TRAINING,
+    sequence_length=LENGTH,
     sequence_balance_weight=0.001,
     model=dataclasses.replace(
         MODEL,
@@ -65,7 +66,7 @@ class Beside:
 def compile_pair() -> hlo.Module:
     """Compiles the pair of a forward and a backward of the stage."""
     mesh = aot.gpu_mesh({"node": 1, "gpu": DEVICES, "tensor": 1, "context": 1})
-    program = trace(CONFIG, STAGE, ROWS, LENGTH, RankSize(1, DEVICES))
+    program = trace(CONFIG, STAGE, ROWS, RankSize(1, DEVICES))
     weights = weight_shapes(CONFIG, STAGE)
     x = jax.ShapeDtypeStruct((ROWS * LENGTH, CONFIG.model.hidden_size), jnp.bfloat16)
     dy, _, saved = jax.eval_shape(program.forward_program(), weights, x, ())

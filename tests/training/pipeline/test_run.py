@@ -11,13 +11,13 @@ from dsv3.config.model import ModelConfig
 from dsv3.model.forward import forward
 from dsv3.model.layers.experts import LOCAL_EXPERTS
 from dsv3.model.params import Params, ParamSpec, declare
+from tests.training.pipeline.test_schedules import activations, order
 from training.config import TrainingConfig
 from training.loss import balanced, objective, training_backend
 from training.pipeline.programs import stage_programs
 from training.pipeline.ranks import rank_meshes
 from training.pipeline.run import PipelineRunner, StepResult
-from training.pipeline.schedules import PipelineSchedule, RankSize, build, order, text
-from training.pipeline.simulator import activations
+from training.pipeline.schedules import PipelineSchedule, RankSize, build, text
 from training.pipeline.stages import cut, extract_stage, join, weights
 
 ONE = RankSize()
@@ -80,7 +80,7 @@ def execute(
     # All ranks share their devices, and so the compiled programs of a stage. What a rank does on devices of its own,
     # test_trainer.py has.
     meshes = rank_meshes(jax.devices(), 1, size) * schedule.ranks
-    programs = stage_programs(config, schedule.stages, ROWS // schedule.micro_batches, LENGTH, size)
+    programs = stage_programs(config, schedule.stages, ROWS // schedule.micro_batches, size)
     runner = PipelineRunner(schedule, programs, meshes, 0)
     stages = cut(config.model, schedule.stages)
     held = [weights(extract_stage(params, config.model, stage), None, config, stage) for stage in stages]

@@ -26,7 +26,7 @@ from dsv3.config.server_options import ServerOptions
 from dsv3.files import read_api_key
 from dsv3.http_client import RequestFailed
 from dsv3.server.config import Deadlines
-from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, tenant_of
+from dsv3.server.http.auth import is_loopback, require_admission, require_key, require_local_name, tenant_of
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
 from dsv3.server.http.exchange import ENDED, REQUEST_ID, TIMING_HEADER, error_path, error_response, json_response
 from dsv3.server.http.http_server import ConnectionLimit, HttpServer, certificate_of, max_admitted
@@ -112,10 +112,10 @@ def make_app(site: RouterSite, host: str) -> ASGIApp:
     routes = [Route(path, endpoint(handler), methods=[method]) for (method, path), handler in handlers.items()]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
-    admitted = Admit(app, lambda _: site.fleet.metrics.requests.labels("503").inc())
+    admitted = require_admission(app, lambda _: site.fleet.metrics.requests.labels("503").inc())
     if site.tenants.all:
-        return _ExceptRegistration(RequireKey(admitted, site.tenants), admitted)
-    return RequireLocalName(admitted, host) if is_loopback(host) else admitted
+        return _ExceptRegistration(require_key(admitted, site.tenants), admitted)
+    return require_local_name(admitted, host) if is_loopback(host) else admitted
 
 
 class _ExceptRegistration:

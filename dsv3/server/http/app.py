@@ -14,13 +14,19 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsv3.config.server_options import ServerOptions
-from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, require_operator, tenant_of
+from dsv3.server.http.auth import (
+    is_loopback,
+    require_admission,
+    require_key,
+    require_local_name,
+    require_operator,
+    tenant_of,
+)
 from dsv3.server.http.batches import batch_routes
-from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
+from dsv3.server.http.bodies import ClientGone, make_routes, read_json_body, unless_disconnected
 from dsv3.server.http.dashboard import dashboard_routes
 from dsv3.server.http.exchange import (
     ENDED,
@@ -129,16 +135,17 @@ def rank_of(header: str | None) -> int | None:
     return int(header)
 
 
-_Route = Callable[[Service, Request], Awaitable[Response]]
+_Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
 def make_app(service: Service, options: ServerOptions) -> ASGIApp:
     """Returns the application for `service` inside the middleware that the options require."""
-    app: ASGIApp = Admit(make_router(service, options.batch_dir, options.profile_dir), service.metrics.record_rejected)
+    router = make_router(service, options.batch_dir, options.profile_dir)
+    app = require_admission(router, service.metrics.record_rejected)
     if service.tenants.all:
-        app = RequireKey(app, service.tenants)
+        app = require_key(app, service.tenants)
     elif is_loopback(options.host):
-        app = RequireLocalName(app, options.host, options.allowed_origins)
+        app = require_local_name(app, options.host, options.allowed_origins)
     if options.allowed_origins:
         methods, shown = ["GET", "POST", "DELETE"], ["x-request-id", "retry-after", "server-timing"]
         app = CORSMiddleware(app, options.allowed_origins, methods, allow_headers=["*"], expose_headers=shown)
@@ -147,24 +154,23 @@ def make_app(service: Service, options: ServerOptions) -> ASGIApp:
 
 def make_router(service: Service, batch_dir: str | None = None, profile_dir: str | None = None) -> Starlette:
     """Returns the routes without authentication."""
-    posts: dict[str, _Route] = {path: functools.partial(_generate, kind) for path, kind in KINDS.items()}
-    posts |= {"/tokenize": _tokenize, "/detokenize": _detokenize, "/flush_cache": _flush_cache}
-    posts |= {f"{MESSAGES}/count_tokens": _count_tokens}
-    gets: dict[str, _Route] = {
-        "/v1/models": _models,
-        "/v1/models/{model:path}": _model,
-        "/health": _health,
-        "/ready": _ready,
-        "/version": _version,
-        "/metrics": _metrics,
-        "/openapi.json": _openapi,
+    handlers: dict[tuple[str, str], _Handler] = {
+        ("POST", path): functools.partial(_generate, kind) for path, kind in KINDS.items()
     }
-    methods = {"POST": posts, "GET": gets}
-    routes = [
-        Route(path, endpoint(functools.partial(handler, service)), methods=[method])
-        for method, handlers in methods.items()
-        for path, handler in handlers.items()
-    ]
+    handlers |= {
+        ("POST", "/tokenize"): _tokenize,
+        ("POST", "/detokenize"): _detokenize,
+        ("POST", "/flush_cache"): _flush_cache,
+        ("POST", f"{MESSAGES}/count_tokens"): _count_tokens,
+        ("GET", "/v1/models"): _models,
+        ("GET", "/v1/models/{model:path}"): _model,
+        ("GET", "/health"): _health,
+        ("GET", "/ready"): _ready,
+        ("GET", "/version"): _version,
+        ("GET", "/metrics"): _metrics,
+        ("GET", "/openapi.json"): _openapi,
+    }
+    routes = make_routes({key: functools.partial(handler, service) for key, handler in handlers.items()})
     routes += batch_routes(service, batch_dir)
     routes += dashboard_routes(service, profile_dir)
     routes += operation_routes(service)

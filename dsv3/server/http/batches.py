@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
@@ -18,20 +18,16 @@ from starlette.types import Receive, Scope, Send
 from dsv3.batch.formats import open_private
 from dsv3.server.batches.store import (
     MAX_FILE_BYTES,
-    MAX_METADATA,
     WINDOW_S,
     Batch,
     BatchStore,
-    Conflict,
     Endpoint,
-    NotFound,
-    StoreError,
-    TooMany,
 )
 from dsv3.server.http.auth import tenant_of
-from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body
+from dsv3.server.http.bodies import ClientGone, make_routes, read_json_body
 from dsv3.server.http.exchange import json_response
 from dsv3.server.protocol.errors import ApiError, invalid, unavailable
+from dsv3.server.protocol.responses import MAX_METADATA
 from dsv3.server.serving.request_parsing import invalid_field
 from dsv3.server.serving.service import Service
 
@@ -46,9 +42,6 @@ _SLACK_BYTES = 2**20  # of the form besides the file
 _MAX_NAME_CHARS = 256
 # Timeouts of an upload: for each part of the body, and in total.
 _SILENCE_S, _DEADLINE_S = 60.0, 3600.0
-
-
-_Handler = Callable[["_Routes", Request], Awaitable[Response]]
 
 
 class CreateBatch(msgspec.Struct, kw_only=True):
@@ -76,24 +69,19 @@ def batch_routes(service: Service, directory: str | None) -> list[Route]:
         routes = _Routes(service, None if directory is None else BatchStore(Path(directory)))
     except OSError as error:
         raise ValueError(f"batch_dir: {directory}: {error.strerror}") from None
-    table: dict[tuple[str, str], _Handler] = {
-        ("POST", "/v1/files"): _Routes.upload,
-        ("GET", "/v1/files"): _Routes.list_files,
-        ("GET", "/v1/files/{id}"): _Routes.show_file,
-        ("DELETE", "/v1/files/{id}"): _Routes.delete_file,
-        ("GET", "/v1/files/{id}/content"): _Routes.content,
-        ("POST", "/v1/batches"): _Routes.create,
-        ("GET", "/v1/batches"): _Routes.list_batches,
-        ("GET", "/v1/batches/{id}"): _Routes.show_batch,
-        ("POST", "/v1/batches/{id}/cancel"): _Routes.cancel,
-    }
-    by_path: dict[str, dict[str, _Handler]] = {}
-    for (method, path), handler in table.items():
-        by_path.setdefault(path, {})[method] = handler
-    return [
-        Route(path, endpoint(functools.partial(routes.answer, handlers)), methods=list(handlers))
-        for path, handlers in by_path.items()
-    ]
+    return make_routes(
+        {
+            ("POST", "/v1/files"): routes.upload,
+            ("GET", "/v1/files"): routes.list_files,
+            ("GET", "/v1/files/{id}"): routes.show_file,
+            ("DELETE", "/v1/files/{id}"): routes.delete_file,
+            ("GET", "/v1/files/{id}/content"): routes.content,
+            ("POST", "/v1/batches"): routes.create,
+            ("GET", "/v1/batches"): routes.list_batches,
+            ("GET", "/v1/batches/{id}"): routes.show_batch,
+            ("POST", "/v1/batches/{id}/cancel"): routes.cancel,
+        }
+    )
 
 
 class _Routes:
@@ -102,14 +90,6 @@ class _Routes:
     def __init__(self, service: Service, store: BatchStore | None):
         self._service, self._maybe_store = service, store
         self._num_uploads = 0
-
-    async def answer(self, handlers: dict[str, _Handler], http: Request) -> Response:
-        """Dispatches on the request's method, and turns the store's errors into OpenAI's."""
-        handler = handlers["GET" if http.method == "HEAD" else http.method]
-        try:
-            return await handler(self, http)
-        except StoreError as error:
-            raise _api_error(error) from None
 
     @property
     def _store(self) -> BatchStore:
@@ -258,12 +238,6 @@ def _page(items: list[Any], http: Request, kind: str) -> Response:
             "has_more": len(items) > len(shown),
         }
     )
-
-
-def _api_error(error: StoreError) -> ApiError:
-    status = {NotFound: 404, Conflict: 409, TooMany: 429}.get(type(error), 500)
-    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
-    return ApiError(status, str(error), kind=kind, code=error.code)
 
 
 class Form:

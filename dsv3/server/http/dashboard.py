@@ -12,7 +12,7 @@ import gzip
 import hashlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from dsv3.engine.step_log import MAX_PROFILE_S, MAX_PROFILE_STEPS, StepRecord
 from dsv3.server.http.auth import require_operator
-from dsv3.server.http.bodies import endpoint
+from dsv3.server.http.bodies import make_routes
 from dsv3.server.protocol.errors import ApiError, invalid, unavailable
 from dsv3.server.serving.dashboard import list_requests, picture, write_trace
 from dsv3.server.serving.service import Service
@@ -52,14 +52,15 @@ def dashboard_routes(service: Service, profile_dir: str | None) -> list[Route]:
         require_operator(service, http)
         return _json(list_requests(service, await service.snapshot_poller.requests()))
 
-    routes: list[tuple[str, Callable[[Request], Awaitable[Response]], str]] = [
-        ("/dashboard", _page, "GET"),
-        ("/dashboard/data", data, "GET"),
-        ("/start_profile", start, "POST"),
-        ("/stop_profile", stop, "POST"),
-        ("/debug/requests", requests, "GET"),
-    ]
-    return [Route(path, endpoint(handler), methods=[method]) for path, handler, method in routes]
+    return make_routes(
+        {
+            ("GET", "/dashboard"): _page,
+            ("GET", "/dashboard/data"): data,
+            ("POST", "/start_profile"): start,
+            ("POST", "/stop_profile"): stop,
+            ("GET", "/debug/requests"): requests,
+        }
+    )
 
 
 def _number(http: Request, name: str, default: float = 0.0) -> float:

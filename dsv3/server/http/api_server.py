@@ -9,11 +9,12 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dsv3.server.batches.runner import running_batches
 from dsv3.server.config import ServerConfig
+from dsv3.server.engine.messages import number_in
 from dsv3.server.http.api_server_processes import ApiServerProcesses
 from dsv3.server.http.http_server import HttpServer
 from dsv3.server.http.serving import drain, serving, wait_for_any
@@ -42,7 +43,7 @@ class Throughput:
         before, self._before = self._before, totals
         added = {name: value - before[name] for name, value in totals.items()}
         stats = self._metrics.stats
-        running, waiting = _number(stats, "running"), _number(stats, "waiting")
+        running, waiting = number_in(stats, "running"), number_in(stats, "waiting")
         if not (running or waiting or any(added[name] for name in _TOKEN_COUNTS)):
             return None
         prompt, generated = (added[name] / seconds for name in _TOKEN_COUNTS)
@@ -51,17 +52,13 @@ class Throughput:
         return (
             f"running: {running:.0f} reqs, waiting: {waiting:.0f} reqs, prompt throughput: {prompt:.1f} tokens/s, "
             f"generation throughput: {generated:.1f} tokens/s, "
-            f"KV cache usage: {_number(stats, 'cache_usage'):.1%}{hit_rate}"
+            f"KV cache usage: {number_in(stats, 'cache_usage'):.1%}{hit_rate}"
         )
 
     def _totals(self) -> dict[str, float]:
         counted, stats = self._metrics.counted()[0], self._metrics.stats
-        return {name: counted[name] for name in _TOKEN_COUNTS} | {name: _number(stats, name) for name in _PREFIX_COUNTS}
-
-
-def _number(stats: Mapping[str, object], name: str) -> float:
-    value = stats.get(name, 0)
-    return float(value) if isinstance(value, int | float) else 0.0
+        tokens = {name: counted[name] for name in _TOKEN_COUNTS}
+        return tokens | {name: number_in(stats, name) for name in _PREFIX_COUNTS}
 
 
 _log = logging.getLogger("dsv3.server")

@@ -40,12 +40,12 @@ def dashboard_routes(service: Service, profile_dir: str | None) -> list[Route]:
 
     async def start(http: Request) -> Response:
         _directory(service, http, profile_dir)
-        await service.snapshot_poller.start_profile()
+        await service.snapshot_poller.profile("start_profile")
         return _json({"status": "ok", "max_steps": MAX_PROFILE_STEPS, "max_seconds": MAX_PROFILE_S})
 
     async def stop(http: Request) -> Response:
         directory = _directory(service, http, profile_dir)
-        steps = await service.snapshot_poller.stop_profile()
+        steps = await service.snapshot_poller.profile("stop_profile")
         return _json(await asyncio.to_thread(_write, steps, directory))
 
     async def requests(http: Request) -> Response:

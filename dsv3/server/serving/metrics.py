@@ -17,7 +17,7 @@ from prometheus_client.utils import floatToGoString
 
 from dsv3.kv_cache.tiers.counts import CARRIERS, LOAD_BOUNDS
 from dsv3.scheduler.request import HOST_TIME_BOUNDS, STEP_TOKENS_BOUNDS
-from dsv3.server.engine.messages import Stats
+from dsv3.server.engine.messages import Stats, number_in
 from dsv3.server.tenants import MAX_TENANTS, Tenant, Tenants
 
 
@@ -202,14 +202,14 @@ class Metrics:
         self._model_name = model_name
         self._numbers = numbers or SharedNumbers(NUM_NUMBERS)
         self._tenants = tenants or Tenants()
-        self._stats: Stats = {}
+        self.stats: Stats = {}  # the engine's latest
         self._counts = dict.fromkeys(_INDEX, 0)
         self._observed: dict[str, list[float]] = {key: [] for key in _HISTOGRAMS}
         self._gaps = self._observed["itl"]
 
     def update(self, stats: Stats) -> None:
         """Sets the engine's numbers; those without a metric are ignored."""
-        self._stats = stats
+        self.stats = stats
 
     def observe(self, what: str, value: float) -> None:
         """Adds a value to a histogram by name, such as "ttft" or "prompt_length"."""
@@ -260,11 +260,6 @@ class Metrics:
                 mine[end] += sum(values)
                 values.clear()
 
-    @property
-    def stats(self) -> Stats:
-        """The engine's latest numbers."""
-        return self._stats
-
     def counted(self) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """Returns the sums over all API servers: totals, and the bucket counts of histograms.
 
@@ -284,7 +279,7 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yields every metric; prometheus_client's interface of a collector."""
         if len(engines := self.engines()) < 2:
-            yield from self._of_engine(self._stats)
+            yield from self._of_engine(self.stats)
         else:
             yield from _labelled([self._of_engine(stats) for _, stats in engines])
             up: dict[tuple[str, ...], float] = {(str(i),): float(is_ready) for i, (is_ready, _) in enumerate(engines)}
@@ -307,14 +302,14 @@ class Metrics:
         takes_grammars = "grammars_num_kept" in stats
         gauges = _GAUGES | (_EXPERT_GAUGES if spread else {}) | (_GRAMMAR_GAUGES if takes_grammars else {})
         for key, (name, text) in (gauges | of_ranks).items():
-            yield self._family(GaugeMetricFamily, name, text, {(): _number(stats, key)})
+            yield self._family(GaugeMetricFamily, name, text, {(): number_in(stats, key)})
         drafts = _DRAFT_COUNTERS if "draft_num_drafts" in stats else {}
         events = _EVENT_COUNTERS if "kv_events_dropped" in stats else {}
         grammars = _GRAMMAR_COUNTERS if takes_grammars else {}
         for key, (name, text) in (
             _COUNTERS | (_EXPERT_COUNTERS if spread else {}) | drafts | grammars | events
         ).items():
-            yield self._family(CounterMetricFamily, name, text, {(): _number(stats, key)})
+            yield self._family(CounterMetricFamily, name, text, {(): number_in(stats, key)})
         if isinstance(even := stats.get("experts_balancedness_by_layer"), list):
             yield self._family(GaugeMetricFamily, *_EXPERT_LAYERS, _numbered(even), ["layer"])
         if isinstance(accepted := stats.get("draft_num_accepted_tokens_per_pos"), list):
@@ -325,7 +320,7 @@ class Metrics:
             (_STEP_TOKENS, STEP_TOKENS_BOUNDS, stats.get("step_tokens_counts"), ("prompt_tokens", "generated_tokens")),
         ):
             if isinstance(counts, list) and len(counts) == len(bounds) + 1:
-                yield self._histogram(name, text, bounds, counts, sum(_number(stats, total) for total in totals))
+                yield self._histogram(name, text, bounds, counts, sum(number_in(stats, total) for total in totals))
         yield from self._of_tiers(stats)
 
     def _of_tiers(self, stats: Stats) -> Iterator[Metric]:
@@ -334,17 +329,17 @@ class Metrics:
         if not tiers:
             return
         loading = "dsv3:num_requests_loading", "Requests that wait for pages of a tier."
-        yield self._family(GaugeMetricFamily, *loading, {(): _number(stats, "pages_num_loading")})
+        yield self._family(GaugeMetricFamily, *loading, {(): number_in(stats, "pages_num_loading")})
         kinds = ((GaugeMetricFamily, _TIER_GAUGES), (CounterMetricFamily, _TIER_COUNTERS))
         for kind, names in kinds:
             for key, (name, text) in names.items():
                 values: dict[tuple[str, ...], float] = {
-                    (tier,): _number(stats, f"pages_tiers_{tier}_{key}") for tier in tiers
+                    (tier,): number_in(stats, f"pages_tiers_{tier}_{key}") for tier in tiers
                 }
                 yield self._family(kind, name, text, values, ["tier"])
         family = HistogramMetricFamily(*_TIER_LOADS, labels=["model_name", "tier"])
         for tier in tiers:
-            counts, total = stats[f"pages_tiers_{tier}_loads"], _number(stats, f"pages_tiers_{tier}_load_seconds")
+            counts, total = stats[f"pages_tiers_{tier}_loads"], number_in(stats, f"pages_tiers_{tier}_load_seconds")
             if isinstance(counts, list):
                 family.add_metric([self._model_name, tier], _cumulated(LOAD_BOUNDS, counts), total)
         yield family
@@ -409,8 +404,3 @@ def _cumulated(bounds: Iterable[float], counts: Iterable[float]) -> list[tuple[s
 
 def _numbered(values: list[float]) -> dict[tuple[str, ...], float]:
     return {(str(i),): value for i, value in enumerate(values)}
-
-
-def _number(stats: Stats, key: str) -> float:
-    value = stats.get(key, 0)
-    return value if isinstance(value, int | float) else 0

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from dsv3.server.batches.runner import running_batches
 from dsv3.server.config import ServerConfig
-from dsv3.server.engine.messages import number_in
+from dsv3.server.engine.messages import EngineFailure, number_in
+from dsv3.server.http import messages
 from dsv3.server.http.api_server_processes import ApiServerProcesses
 from dsv3.server.http.http_server import HttpServer
 from dsv3.server.http.serving import drain, serving, wait_for_any
@@ -104,10 +105,10 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
 
             def on_engine_loss(index: int, number: int, reason: str) -> None:
                 service.metrics.add("engine_restarts", 1)
-                api_servers.send_engine_lost(index, number, reason)
+                api_servers.broadcast(messages.EngineLost(index, number, reason))
 
             def on_engine_failure(reason: str) -> None:
-                api_servers.send_engine_failed(reason)
+                api_servers.end(EngineFailure(reason))
                 for supervisor in supervisors:
                     supervisor.kill()
 
@@ -163,7 +164,7 @@ async def _drain(
     config: ServerConfig, service: Service, signals: "_ServerSignals", api_servers: ApiServerProcesses
 ) -> None:
     options = config.options
-    api_servers.drain()
+    api_servers.end(messages.DrainApiServer())
     forwarding = asyncio.create_task(_forward_second_signal(signals, api_servers))
     await asyncio.gather(
         drain(service, signals.second, options, config.notify),
@@ -174,7 +175,7 @@ async def _drain(
 
 async def _forward_second_signal(signals: "_ServerSignals", api_servers: ApiServerProcesses) -> None:
     await signals.second.wait()
-    api_servers.abort()
+    api_servers.end(messages.DrainApiServer(aborts=True))
 
 
 def _reload(config: ServerConfig, service: Service, server: HttpServer, api_servers: ApiServerProcesses) -> None:

@@ -5,7 +5,7 @@ import contextlib
 import datetime
 import functools
 import re
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -41,7 +41,6 @@ from dsv3.server.http.exchange import (
 )
 from dsv3.server.http.openapi import openapi, openapi_path
 from dsv3.server.http.operations import operation_routes
-from dsv3.server.limits import Reservation
 from dsv3.server.protocol.anthropic import MESSAGES
 from dsv3.server.protocol.errors import ApiError, invalid
 from dsv3.server.protocol.openai import DetokenizeRequest, TokenizeRequest
@@ -210,8 +209,8 @@ async def _generate(kind: type[RequestHandler], service: Service, http: Request)
     """Serves a route that generates, as a stream of events or as one JSON response."""
     timeline = _begin_timeline(service, http)
     with contextlib.ExitStack() as stack:
-        reservation = stack.enter_context(service.budget.reserve())
-        handler = kind(service, await _body(service, http, reservation), tenant_of(http))
+        grow = stack.enter_context(service.reserve_memory())
+        handler = kind(service, await read_json_body(http, grow), tenant_of(http))  # which alone holds the body
         handler.rank, handler.timeline = rank_of(http.headers.get(RANK_HEADER)), timeline
         await unless_disconnected(http.receive, handler.prepare())
         http.scope["extensions"][SUMMARY] = handler.summary
@@ -231,10 +230,6 @@ def _begin_timeline(service: Service, http: Request) -> RequestTimeline:
     if timeline.trace is not None:
         extensions[ENDED] = functools.partial(end_trace, service, timeline, None)
     return timeline
-
-
-def _body(service: Service, http: Request, reservation: Reservation) -> Coroutine[Any, Any, bytearray]:
-    return read_json_body(http, functools.partial(service.grow, reservation))
 
 
 async def _models(service: Service, _: Request) -> Response:
@@ -308,8 +303,8 @@ async def _metrics(service: Service, http: Request) -> Response:
 
 
 async def _tokenize(service: Service, http: Request) -> Response:
-    with service.budget.reserve() as reservation:
-        request = await read_request(service, TokenizeRequest, await _body(service, http, reservation))
+    with service.reserve_memory() as grow:
+        request = await read_request(service, TokenizeRequest, await read_json_body(http, grow))
         service.require_model(request.model)
         info = service.require_ready()
         prompt = await unless_disconnected(http.receive, prompts.tokenize_prompt(service, request))
@@ -321,8 +316,8 @@ async def _tokenize(service: Service, http: Request) -> Response:
 
 
 async def _count_tokens(service: Service, http: Request) -> Response:
-    with service.budget.reserve() as reservation:
-        body = await _body(service, http, reservation)
+    with service.reserve_memory() as grow:
+        body = await read_json_body(http, grow)
         return json_response(await unless_disconnected(http.receive, count_tokens(service, body)))
 
 
@@ -332,7 +327,7 @@ async def _openapi(service: Service, http: Request) -> Response:
 
 
 async def _detokenize(service: Service, http: Request) -> Response:
-    with service.budget.reserve() as reservation:
-        request = await read_request(service, DetokenizeRequest, await _body(service, http, reservation))
+    with service.reserve_memory() as grow:
+        request = await read_request(service, DetokenizeRequest, await read_json_body(http, grow))
         service.require_model(request.model)
         return json_response({"prompt": await prompts.detokenize(service, request.tokens)})

@@ -1,7 +1,6 @@
 """OpenAI's routes for files and batches: `/v1/files` and `/v1/batches`."""
 
 import asyncio
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -146,9 +145,8 @@ class _Routes:
 
     async def create(self, http: Request) -> Response:
         store, tenant = self._store, _tenant(http)
-        with self._service.budget.reserve() as reservation:
-            body = await read_json_body(http, functools.partial(self._service.grow, reservation))
-            request = _parse(body)
+        with self._service.reserve_memory() as grow:
+            request = _parse(await read_json_body(http, grow))
         file = await asyncio.to_thread(store.file, tenant, request.input_file_id)
         if file.purpose != "batch":
             text = f"input_file_id: the purpose of this file is {file.purpose}, expected batch"

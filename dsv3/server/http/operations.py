@@ -159,9 +159,9 @@ def _state(service: Service) -> OperatedState:
 
 async def _read[T](service: Service, http: Request, kind: type[T]) -> T:
     """Returns the request in a body of JSON; one without a body has the defaults."""
-    with service.budget.reserve() as reservation:
+    with service.reserve_memory() as grow:
         empty = http.headers.get("content-length", "0") == "0" and "transfer-encoding" not in http.headers
-        body = bytearray() if empty else await read_json_body(http, lambda nbytes: service.grow(reservation, nbytes))
+        body = bytearray() if empty else await read_json_body(http, grow)
         try:
             return msgspec.json.decode(body or b"{}", type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -5,9 +5,10 @@
 
 import array
 import asyncio
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from dsv3.server.engine.data_parallel import DataParallelClient, device_environm
 from dsv3.server.engine.messages import FIRST_SENDER, EngineInfo, Start, StartProgress
 from dsv3.server.engine.supervisor import EngineSupervisor
 from dsv3.server.grammars import GrammarPool
-from dsv3.server.limits import SMALL_BYTES, WAIT_S, BodyReader, Budget, Reservation, ThreadQueue, WorkersBusy
+from dsv3.server.limits import SMALL_BYTES, WAIT_S, BodyReader, Budget, ThreadQueue, WorkersBusy
 from dsv3.server.protocol.errors import QUEUE_FULL, ApiError, invalid, too_long, unavailable
 from dsv3.server.serving.logprobs import LogprobEncoder
 from dsv3.server.serving.metrics import Metrics, SharedNumbers
@@ -164,17 +165,28 @@ class Service:
             raise ApiError(403, text, kind="permission_error", param="priority", code="not_the_operator")
         return given
 
-    def busy(self, error: WorkersBusy) -> ApiError:
-        """Returns the 503 for a full worker queue, and counts it."""
-        self.metrics.record_rejected(QUEUE_FULL)
-        return unavailable(str(error), QUEUE_FULL)
-
-    def grow(self, reservation: Reservation, nbytes: int) -> None:
-        """Grows a request's memory reservation; raises ApiError 503 where all requests together exceed the limit."""
+    @contextlib.contextmanager
+    def busy_is_503(self) -> Iterator[None]:
+        """Turns WorkersBusy in the block into ApiError 503, and counts it."""
         try:
-            reservation.grow(nbytes)
+            yield
         except WorkersBusy as error:
-            raise self.busy(error) from None
+            self.metrics.record_rejected(QUEUE_FULL)
+            raise unavailable(str(error), QUEUE_FULL) from None
+
+    @contextlib.contextmanager
+    def reserve_memory(self) -> Iterator[Callable[[int], None]]:
+        """Yields a function that reserves bytes for a request until the end of the block.
+
+        It raises ApiError 503 where all requests together exceed the limit.
+        """
+        with self.budget.reserve() as reservation:
+
+            def grow(nbytes: int) -> None:
+                with self.busy_is_503():
+                    reservation.grow(nbytes)
+
+            yield grow
 
     def enter(self) -> None:
         """Counts a request as active; draining waits for all active ones."""
@@ -200,8 +212,6 @@ class Service:
                 ids = await self._encode(lambda: _encode(tokenizer, text, add_special_tokens, limit), text)
         except TokenizerError as error:
             raise invalid(str(error), param) from None
-        except WorkersBusy as error:
-            raise self.busy(error) from None
         if ids is None:
             raise too_long(limit, f"a text of {len(text)} characters, which is more tokens than that")
         return ids
@@ -210,7 +220,8 @@ class Service:
         if len(text) <= _INLINE_CHARS:
             return work()
         nbytes = sys.getsizeof(text)
-        return await (self._small_texts if nbytes <= SMALL_BYTES else self._large_texts).run(nbytes, work)
+        with self.busy_is_503():
+            return await (self._small_texts if nbytes <= SMALL_BYTES else self._large_texts).run(nbytes, work)
 
     async def run[T](self, is_long: bool, work: Callable[[], T]) -> T:
         """Runs `work` and returns its result, in a thread if it `is_long`.
@@ -219,17 +230,13 @@ class Service:
         """
         if not is_long:
             return work()
-        try:
+        with self.busy_is_503():
             return await self._preparing.run(0, work)
-        except WorkersBusy as error:
-            raise self.busy(error) from None
 
     async def read_body[T](self, nbytes: int, work: Callable[[], T]) -> T:
         """Runs `work`, which decodes a body of `nbytes`; raises ApiError 503 where too many bodies wait."""
-        try:
+        with self.busy_is_503():
             return await self._bodies.run(nbytes, work)
-        except WorkersBusy as error:
-            raise self.busy(error) from None
 
     async def close(self) -> None:
         """Stops the workers; texts that are being encoded are finished first."""
@@ -348,27 +355,20 @@ async def start_engines(config: ServerConfig, service: Service) -> list[EngineSu
         EngineSupervisor(member, start, policy, environment)
         for member, environment in zip(engine.members, environments, strict=True)
     ]
-    engine.on_progress = _ProgressLines(config.notify)
-    engine.on_failure = lambda _: _kill(supervisors)
+
+    def show_progress(progress: StartProgress) -> None:
+        """Prints the engine's progress while it starts; of counted steps every tenth."""
+        if not progress.total:
+            config.notify(progress.text)
+        elif progress.done == progress.total or progress.done % max(1, progress.total // 10) == 0:
+            config.notify(f"[{progress.done}/{progress.total}] {progress.text}")
+
+    def kill(_: str) -> None:
+        for supervisor in supervisors:
+            supervisor.kill()
+
+    engine.on_progress, engine.on_failure = show_progress, kill
     for supervisor in supervisors:
         supervisor.on_loss = lambda *_: service.metrics.add("engine_restarts", 1)
         await supervisor.connect()
     return supervisors
-
-
-def _kill(supervisors: list[EngineSupervisor]) -> None:
-    for supervisor in supervisors:
-        supervisor.kill()
-
-
-class _ProgressLines:
-    """Prints the engine's progress while it starts; of counted steps every tenth."""
-
-    def __init__(self, notify: Callable[[str], None]):
-        self._notify = notify
-
-    def __call__(self, progress: StartProgress) -> None:
-        if not progress.total:
-            self._notify(progress.text)
-        elif progress.done == progress.total or progress.done % max(1, progress.total // 10) == 0:
-            self._notify(f"[{progress.done}/{progress.total}] {progress.text}")

@@ -81,7 +81,7 @@ class EventStream(Response):
         except ClientGone:
             return
         finally:
-            self._handler.close()
+            self._handler.generation.close()
             self._on_close()
             writer.end_stream()
 

@@ -39,10 +39,6 @@ class Render(msgspec.Struct, frozen=True):
     response_format: dict[str, object] | None = None
 
 
-class TemplateTooSlow(TemplateError):
-    """The template did not finish within the deadline."""
-
-
 class TemplatePool:
     """A worker for small conversations and one for large ones, each started on first use.
 
@@ -90,7 +86,7 @@ class TemplatePool:
             reply = await workers.run(len(frame), lambda process: process.call(frame))
         except TimeoutError:
             seconds = f"{self._deadline_s:g}"
-            raise TemplateTooSlow(f"the chat template took longer than {seconds} s for these messages") from None
+            raise TemplateError(f"the chat template took longer than {seconds} s for these messages") from None
         except PoisonRequest:
             raise TemplateError("the chat template crashed two worker processes with these messages") from None
         if reply.error is not None:

@@ -63,10 +63,9 @@ class ServiceCompleter:
 
     @property
     def concurrency(self) -> int:
-        """Lines in flight: twice what the engine runs, so that one waits for each that ends."""
+        """Lines in flight: twice what the engine runs, so that one waits for each that ends; 1 before it is ready."""
         info = self._service.engine.info
-        assert info is not None  # the engine is ready
-        return 2 * info.max_num_seqs
+        return 1 if info is None else 2 * info.max_num_seqs
 
     async def complete(self, url: str, body: bytes) -> Reply:
         """See `Completer`; raises BatchError when the engine has stopped."""

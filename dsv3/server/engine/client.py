@@ -124,7 +124,7 @@ class EngineClient:
     @property
     def num_in_flight(self) -> int:
         """Unfinished sequences of this API server."""
-        return len(self._in_flight)
+        return len(self._in_flight.by_id)
 
     @property
     def capacity(self) -> int:
@@ -264,7 +264,7 @@ class EngineClient:
         """Moves the requests that wait for this engine, which is dead, to clients whose engines are ready."""
         self._in_flight.move_waiting_to([other._in_flight for other in others])
         for other in others:
-            if other._sending is None and (other._in_flight.waiting or other._in_flight.has_unsent):
+            if other._sending is None and (other._in_flight.waiting or other._in_flight.unsent):
                 other._sending = asyncio.create_task(other._resend_all())
 
     def suspend(self, reason: str) -> None:

@@ -43,12 +43,10 @@ class DataParallelClient(EngineClient):
 
     @property
     def members(self) -> Sequence[EngineClient]:
-        """The clients of single engines."""
         return self._members
 
     @property
     def num_in_flight(self) -> int:
-        """Unfinished sequences of this API server."""
         return sum(member.num_in_flight for member in self._members)
 
     @property
@@ -67,10 +65,7 @@ class DataParallelClient(EngineClient):
             raise EngineBusy("the queue is full")
 
     def submit(self, requests: Sequence[PreparedRequest], streams: Sequence[RequestStream]) -> None:
-        """Sends requests that belong together to one engine; the `rank` of the first names it, if it is ready.
-
-        Raises EngineBusy and EngineUnavailable as `EngineClient.submit`.
-        """
+        """Sends requests that belong together to one engine; the `rank` of the first names it, if it is ready."""
         if self.state not in ("ready", "restarting"):
             raise EngineUnavailable(self.reason)
         self.require_capacity(len(streams))
@@ -80,12 +75,10 @@ class DataParallelClient(EngineClient):
         self._members[chosen].submit(requests, streams)
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Aborts requests, whose streams get no more calls; finished ones are ignored."""
         for member in self._members:
             member.abort(request_ids)
 
     def abort_all(self, error: Exception) -> None:
-        """Aborts every request and fails its stream with `error`."""
         super().abort_all(error)
         for member in self._members:
             member.abort_all(error)

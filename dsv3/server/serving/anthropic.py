@@ -50,13 +50,9 @@ _NAMES = {
 class MessagesHandler(ConversationHandler[MessagesRequest]):
     """Handles a `MessagesRequest`."""
 
+    id_prefix = "msg_"
     vendor_type = MessagesRequest
     names = _NAMES
-
-    @property
-    def id(self) -> str:
-        """The response's id; set by `prepare`."""
-        return f"msg_{self.generation.id}"
 
     def to_chat_request(self, request: MessagesRequest) -> ChatRequest:
         if request.max_tokens is None:

@@ -34,7 +34,7 @@ class ChatHandler(RequestHandler[ChatRequest]):
     """Handles a `ChatRequest`."""
 
     request_type = ChatRequest
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
 
     def __init__(self, service: Service, body: bytes | bytearray, tenant: Tenant | None = None):
         super().__init__(service, body, tenant)

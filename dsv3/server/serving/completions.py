@@ -22,7 +22,7 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
     """Handles a `CompletionRequest`."""
 
     request_type = CompletionRequest
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
 
     def __init__(self, service: Service, body: bytes | bytearray, tenant: Tenant | None = None):
         super().__init__(service, body, tenant)

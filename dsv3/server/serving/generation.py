@@ -75,21 +75,20 @@ class Generation:
         prompts: list[EncodedPrompt],
         sampling: SamplingParams,
         requests: list[PreparedRequest],
-        tenant: Tenant | None = None,
-        timeline: RequestTimeline | None = None,
+        tenant: Tenant | None,
+        timeline: RequestTimeline,
         *,
         first: int,
-        resumed: Sequence[ResumedChoice] = (),
-        includes_resumed: bool = False,
-        prompt_only: bool = False,
+        resumed: Sequence[ResumedChoice],
+        includes_resumed: bool,
+        prompt_only: bool,
     ):
         self.id = secrets.token_hex(16)
         self.prompts = prompts
         self.n = sampling.n
         self.sampling = sampling
-        self._service, self.tenant = service, tenant
-        self.timeline = timeline or RequestTimeline()
-        self._is_timed = self.timeline.is_wanted
+        self._service, self.tenant, self.timeline = service, tenant, timeline
+        self._is_timed = timeline.is_wanted
         self._requests = requests
         self._first, self._resumed, self._includes_resumed = first, resumed, includes_resumed
         self._prompt_only = prompt_only

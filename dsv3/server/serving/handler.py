@@ -64,7 +64,7 @@ class CompleteChoice:
         self.stop_reason: str | int | None = None
         self.columns: list[list[bytes]] = []
         self._routed_experts: list[ExpertIds] = []
-        self._kept: list[bytes] = []
+        self.kept: list[bytes] = []  # the tokens that each token was drawn from
         self._weight_versions: list[tuple[int, str]] = []
         self._text, self._reasoning = io.StringIO(), io.StringIO()
         self._calls: list[tuple[ToolCallStart, io.StringIO]] = []
@@ -112,7 +112,7 @@ class CompleteChoice:
         self._token_ids.extend(update.token_ids)
         if update.routed_experts is not None:
             self._routed_experts.append(update.routed_experts)
-        self._kept += _kept(update)
+        self.kept += _kept(update)
         self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
         self.columns = self.columns or [[] for _ in columns]
         for column, items in zip(self.columns, columns, strict=True):
@@ -128,10 +128,6 @@ class CompleteChoice:
         """Returns the base64 of the ids of the experts of the prompt's `tokens` tokens."""
         ids = join_routed_experts(self._routed_experts, tokens)
         return "" if ids is None else base64.b64encode(np.ascontiguousarray(ids)).decode()
-
-    def sampling_mask(self) -> Iterator[bytes]:
-        """Yields the base64 of a .npz file: the tokens that each token of the response was drawn from."""
-        return _encoded_mask(self._kept)
 
 
 def _kept(update: ChoiceUpdate) -> list[bytes]:
@@ -230,7 +226,7 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
     @property
     def id(self) -> str:
         """The response's id; set by `prepare`."""
-        return f"{self.id_prefix}-{self.generation.id}"
+        return f"{self.id_prefix}{self.generation.id}"
 
     @property
     def usage(self) -> Usage:
@@ -381,7 +377,7 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
         if self.request.return_routed_experts:
             arrays.append(whole.routed_experts(len(self.generation.prompt_of(whole.index).token_ids)))
         if self.request.return_sampling_mask:
-            arrays.append(whole.sampling_mask())
+            arrays.append(_encoded_mask(whole.kept))
         return fill_gaps(to_json(choice), [*arrays, *map(with_commas, columns)])
 
     def new_fields_of(self, update: ChoiceUpdate) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from dsv3.server.tenants import MAX_TENANTS, Tenant, Tenants
 
 
 class SharedNumbers:
-    """`size` float64 counters for each of `api_servers` processes; `mine` is the row of number `api_server`.
+    """`rows`: `size` float64 counters for each of `api_servers` processes; `mine` is that of number `api_server`.
 
     `descriptor` is the file that another API server process has made for the same shape; None makes a new one.
     """
@@ -35,12 +35,8 @@ class SharedNumbers:
                 self.descriptor = os.dup(file.fileno())
         else:
             self.descriptor = descriptor
-        self._rows = np.frombuffer(mmap.mmap(self.descriptor, num_bytes), np.float64).reshape(api_servers, size)
-        self.mine = self._rows[api_server]
-
-    def sum(self) -> np.ndarray:
-        """Returns the sum of the rows, [size] float64."""
-        return self._rows.sum(0)
+        self.rows = np.frombuffer(mmap.mmap(self.descriptor, num_bytes), np.float64).reshape(api_servers, size)
+        self.mine = self.rows[api_server]
 
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
@@ -267,7 +263,7 @@ class Metrics:
         Bucket counts of a latency are `[len(SECONDS) + 1]`.
         """
         self.flush()
-        numbers = self._numbers.sum()
+        numbers = self._numbers.rows.sum(0)
         totals = {key if isinstance(key, str) else key[1]: float(numbers[place]) for key, place in _INDEX.items()}
         ends = {key: start + len(_HISTOGRAMS[key][2]) + 1 for key, start in _HISTOGRAM_INDEX.items()}
         return totals, {key: numbers[start : ends[key]] for key, start in _HISTOGRAM_INDEX.items()}
@@ -351,7 +347,7 @@ class Metrics:
     def _counted(self) -> Iterator[Metric]:
         """Yields the sums over all API servers."""
         self.flush()
-        numbers = self._numbers.sum().tolist()
+        numbers = self._numbers.rows.sum(0).tolist()
         for key, (name, text) in _TOTALS.items():
             yield self._family(CounterMetricFamily, name, text, {(): numbers[_INDEX[key]]})
         for (name, text, label), values in _LABELLED.items():

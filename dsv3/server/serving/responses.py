@@ -108,17 +108,13 @@ INCLUDED = "reasoning.encrypted_content"
 class ResponsesHandler(ConversationHandler[ResponsesRequest]):
     """Handles a `ResponsesRequest`."""
 
+    id_prefix = "resp_"
     vendor_type = ResponsesRequest
     names = _NAMES
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._numbers = itertools.count()
-
-    @property
-    def id(self) -> str:
-        """The response's id; set by `prepare`."""
-        return f"resp_{self.generation.id}"
 
     def to_chat_request(self, request: ResponsesRequest) -> ChatRequest:
         _refuse(request)

@@ -79,22 +79,6 @@ class SnapshotPoller:
             raise unavailable(_NO_ANSWER.format(wait_s), code) from None
 
 
-class SlowRequests:
-    """The traced requests that have waited longest for their first token in the last minutes: what to look up."""
-
-    def __init__(self) -> None:
-        self._found: list[dict[str, Any]] = []
-
-    def add(self, now: float, request_id: str, trace_id: str, first_token_s: float, seconds: float) -> None:
-        """Records a request that has ended at `now`, in Unix time."""
-        entry = {"at": now, "id": request_id, "trace_id": trace_id, "first_token_s": first_token_s, "seconds": seconds}
-        self._found = sorted([*self.since(now - KEPT_S), entry], key=lambda each: -each["first_token_s"])[:_NUM_SLOW]
-
-    def since(self, start: float) -> list[dict[str, Any]]:
-        """Returns those that have ended since `start`, the slowest first."""
-        return [each for each in self._found if each["at"] >= start]
-
-
 KEPT_S = 600
 RATE_S = 5
 """Seconds over which a rate is computed."""
@@ -118,13 +102,17 @@ PERCENTILES = (50, 90, 99)
 
 
 class MetricsHistory:
-    """A ring buffer of the last `KEPT_S` rows, one per second; numbers that the server does not have are nan."""
+    """A ring buffer of the last `KEPT_S` rows, one per second; numbers that the server does not have are nan.
+
+    It also has the traced requests of that time that have waited longest for their first token: what to look up.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._rows = np.full((KEPT_S, _WIDTH), np.nan)
         self._count = 0
         self._second = -math.inf
+        self._slow_requests: list[dict[str, Any]] = []
 
     def record(self, now: float) -> None:
         """Appends a row if a new second has begun; `now` is the Unix time in seconds."""
@@ -132,6 +120,16 @@ class MetricsHistory:
             self._second = math.floor(now)
             self._rows[self._count % KEPT_S] = self._row(now)
             self._count += 1
+
+    def add_request(self, now: float, request_id: str, trace_id: str, first_token_s: float, seconds: float) -> None:
+        """Records a traced request that has ended at `now`, in Unix time, if it is one of the slowest."""
+        entry = {"at": now, "id": request_id, "trace_id": trace_id, "first_token_s": first_token_s, "seconds": seconds}
+        found = [*self.slow_requests(now), entry]
+        self._slow_requests = sorted(found, key=lambda each: -each["first_token_s"])[:_NUM_SLOW]
+
+    def slow_requests(self, now: float) -> list[dict[str, Any]]:
+        """Returns the slowest requests of the last `KEPT_S`, the slowest first."""
+        return [each for each in self._slow_requests if each["at"] >= now - KEPT_S]
 
     def series(self, since: float = 0.0) -> dict[str, list[float]]:
         """Returns `compute_series` of the rows after the Unix time `since`."""

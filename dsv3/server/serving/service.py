@@ -24,7 +24,7 @@ from dsv3.server.limits import SMALL_BYTES, WAIT_S, BodyReader, Budget, ThreadQu
 from dsv3.server.protocol.errors import QUEUE_FULL, ApiError, invalid, too_long, unavailable
 from dsv3.server.serving.logprobs import LogprobEncoder
 from dsv3.server.serving.metrics import Metrics, SharedNumbers
-from dsv3.server.serving.metrics_history import MetricsHistory, SlowRequests, SnapshotPoller
+from dsv3.server.serving.metrics_history import MetricsHistory, SnapshotPoller
 from dsv3.server.templates import TemplatePool
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants, cache_salt
 from dsv3.server.tracing import Tracer
@@ -104,7 +104,6 @@ class Service:
         self.metrics = Metrics(config.model_names[0], numbers, self.tenants)
         self.history, self.snapshot_poller = MetricsHistory(self.metrics), SnapshotPoller(engine)
         self.tracer: Tracer | None = None
-        self.slow_requests = SlowRequests()
         self.leaving = False  # reports "draining", and still takes requests
         self.draining = False
         self.idle = asyncio.Event()

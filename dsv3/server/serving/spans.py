@@ -52,7 +52,7 @@ def end_trace(service: Service, timeline: RequestTimeline, handler: RequestHandl
     if handler is not None and timeline.request_id:
         seconds, first = whole.stop - whole.start, timeline.first_token_at
         waited = seconds if first is None else first - whole.start
-        service.slow_requests.add(time(), timeline.request_id, trace.trace_id, waited, seconds)
+        service.history.add_request(time(), timeline.request_id, trace.trace_id, waited, seconds)
 
 
 def _attributes(handler: RequestHandler, timeline: RequestTimeline, end: float) -> Attributes:

@@ -27,7 +27,7 @@ from dsv3.server.http.bodies import ClientGone, make_routes, read_json_body
 from dsv3.server.http.exchange import json_response
 from dsv3.server.protocol.errors import ApiError, invalid, unavailable
 from dsv3.server.protocol.responses import MAX_METADATA
-from dsv3.server.serving.request_parsing import invalid_field
+from dsv3.server.serving.request_parsing import invalid_field, require_few_brackets
 from dsv3.server.serving.service import Service
 
 MAX_UPLOADS = 8  # at a time, per API server
@@ -146,7 +146,8 @@ class _Routes:
     async def create(self, http: Request) -> Response:
         store, tenant = self._store, _tenant(http)
         with self._service.reserve_memory() as grow:
-            request = _parse(await read_json_body(http, grow))
+            body = await read_json_body(http, grow)
+            request = await self._service.read_body(len(body), lambda: _parse(body))
         file = await asyncio.to_thread(store.file, tenant, request.input_file_id)
         if file.purpose != "batch":
             text = f"input_file_id: the purpose of this file is {file.purpose}, expected batch"
@@ -201,6 +202,7 @@ def _tenant(http: Request) -> str:
 
 
 def _parse(body: bytearray) -> CreateBatch:
+    require_few_brackets(body)
     try:
         request = msgspec.json.decode(body, type=CreateBatch)
     except msgspec.ValidationError as error:

@@ -30,6 +30,7 @@ from dsv3.server.http.auth import require_operator
 from dsv3.server.http.bodies import Handler, make_routes, read_json_body, unless_disconnected
 from dsv3.server.http.exchange import json_response
 from dsv3.server.protocol.errors import ApiError, invalid, unavailable
+from dsv3.server.serving.request_parsing import require_few_brackets
 from dsv3.server.serving.service import Service
 
 _MAX_PATH_CHARS = 4096
@@ -162,10 +163,17 @@ async def _read[T](service: Service, http: Request, kind: type[T]) -> T:
     with service.reserve_memory() as grow:
         empty = http.headers.get("content-length", "0") == "0" and "transfer-encoding" not in http.headers
         body = bytearray() if empty else await read_json_body(http, grow)
-        try:
+
+        def decode() -> T:
+            require_few_brackets(body)
             return msgspec.json.decode(body or b"{}", type=kind)
+
+        try:
+            return await service.read_body(len(body), decode)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise invalid(str(error)) from None
+        except RecursionError:
+            raise invalid("the body is nested too deeply") from None
 
 
 def _converted[T](kind: type[T], fields: dict[str, Any]) -> T:

@@ -133,17 +133,13 @@ class DataParallelClient(EngineClient):
         if request.rank in candidates:
             return request.rank
         members, keys = [self._members[i] for i in candidates], request.prefix_keys
-        page_size, tokens = self._page_size, len(request.tokens) // 4
+        assert self.info is not None
+        page_size, tokens = self.info.rules.page_size, len(request.tokens) // 4
         found = [min(self._sent[i].overlap(keys) * page_size, tokens - 1) for i in candidates]
         own = np.array([prefill_cost(start, tokens) for start in found])
         cached = np.array([number_in(member.stats, "pages_in_use") * page_size for member in members])
         requests = np.array([member.num_in_engine for member in members])
         return candidates[int(np.argmin(costs(Loads(np.zeros(len(own)), cached, requests), own, tokens)))]
-
-    @property
-    def _page_size(self) -> int:
-        assert self.info is not None
-        return self.info.rules.page_size
 
     def _on_change(self, index: int) -> None:
         """Moves requests of dead engines to those that are ready, and updates the state of all together."""

@@ -91,7 +91,11 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
     after `failure_linger_s` (at once if the engine was never ready), so that a process manager can restart it.
     """
     numbers = SharedNumbers(NUM_NUMBERS, config.options.api_server_count)
-    registrar = _make_registrar(config, listener.getsockname()[1])
+    registrar = None
+    if config.options.register:
+        from dsv3.server.http.registration import make_registrar  # only then: it imports an HTTP client
+
+        registrar = make_registrar(config, listener.getsockname()[1])
     engine = make_client(config)
     service = await make_service(config, engine, numbers)
     files = config.options.ssl_certfile, config.options.api_key_file
@@ -124,15 +128,6 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
                 await asyncio.gather(*(supervisor.close() for supervisor in supervisors))
     finally:
         signals.close()
-
-
-def _make_registrar(config: ServerConfig, port: int) -> "Registrar | None":
-    """Returns what registers this server with the routers that the options name, None without routers."""
-    if not config.options.register:
-        return None
-    from dsv3.server.http.registration import make_registrar  # only then: it imports an HTTP client
-
-    return make_registrar(config, port)
 
 
 async def _serve(

@@ -220,7 +220,9 @@ class HttpExchange:
             _log.exception("request %s: %s %s failed", request_label(scope), scope["method"], scope["path"])
         if not self.is_complete and not self._is_disconnected:
             if not self.status:
-                await self._fail()
+                self.keeps_alive = False
+                await self._send({"type": "http.response.start", "status": 500, "headers": [(b"content-length", b"0")]})
+                await self._send({"type": "http.response.body"})
             else:
                 self._writer.abort()
         if (on_end := scope["extensions"].get(ENDED)) is not None:
@@ -256,11 +258,6 @@ class HttpExchange:
             "completion_tokens": completion_tokens,
             "first_token_s": None if first is None else round(first - self._began, 6),
         }
-
-    async def _fail(self) -> None:
-        self.keeps_alive = False
-        await self._send({"type": "http.response.start", "status": 500, "headers": [(b"content-length", b"0")]})
-        await self._send({"type": "http.response.body"})
 
     async def _receive(self) -> MutableMapping[str, Any]:
         if self._must_send_continue:

@@ -45,6 +45,10 @@ class ChatHandler(RequestHandler[ChatRequest]):
     def _no_ids(self) -> list[int] | msgspec.UnsetType:
         return [] if self.request.return_token_ids else msgspec.UNSET
 
+    def _prompt_ids(self, is_first: bool = True) -> list[int] | msgspec.UnsetType:
+        wanted = is_first and self.request.return_token_ids
+        return self.generation.prompts[0].token_ids.tolist() if wanted else msgspec.UNSET
+
     def check(self) -> None:
         if self.request.top_logprobs is not None and not self.request.logprobs:
             raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -101,7 +105,7 @@ class ChatHandler(RequestHandler[ChatRequest]):
             model=self.model,
             choices=choices,
             usage=self.usage,
-            prompt_token_ids=self._prompt_ids if self.request.return_token_ids else msgspec.UNSET,
+            prompt_token_ids=self._prompt_ids(),
         )
 
     def events(self, update: ChoiceUpdate) -> list[bytes]:
@@ -118,22 +122,18 @@ class ChatHandler(RequestHandler[ChatRequest]):
             self.started.add(update.choice)
             delta = {"role": "assistant", "content": ""}
             first = ChunkChoice(index=update.choice, delta=delta, token_ids=self._no_ids)
-            chunks.insert(0, self.chunk([first], with_prompt_ids=bool(self.request.return_token_ids)))
+            chunks.insert(0, self.chunk([first], is_first=True))
         return [to_event(chunk) for chunk in chunks]
 
-    def chunk(self, choices: list[ChunkChoice], usage: object = None, with_prompt_ids: bool = False) -> ChatChunk:
+    def chunk(self, choices: list[ChunkChoice], usage: object = None, is_first: bool = False) -> ChatChunk:
         return ChatChunk(
             id=self.id,
             created=self.created,
             model=self.model,
             choices=choices,
             usage=usage if self.includes_usage else msgspec.UNSET,  # type: ignore[arg-type]
-            prompt_token_ids=self._prompt_ids if with_prompt_ids else msgspec.UNSET,
+            prompt_token_ids=self._prompt_ids(is_first),
         )
-
-    @property
-    def _prompt_ids(self) -> list[int]:
-        return self.generation.prompts[0].token_ids.tolist()
 
     def choice(self, whole: CompleteChoice) -> Iterator[bytes]:
         content, reasoning = whole.text, whole.reasoning

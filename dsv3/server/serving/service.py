@@ -261,10 +261,11 @@ async def make_service(
     chat_tokenizer = tokenizer
     if tokenizer is not None and config.options.escape_special_tokens:
         chat_tokenizer = tokenizer.hiding_special_tokens()
-    parsers = _parsers(config, tokenizer)
-    template = None
-    if tokenizer is not None and parsers is not None and tokenizer.chat_template is not None:
-        template = with_tool_preamble(tokenizer.chat_template, parsers.dialect)
+    parsers = template = None
+    if tokenizer is not None:
+        template, options = tokenizer.chat_template, config.options
+        parsers = Parsers(tokenizer, template, options.reasoning_parser, options.tool_call_parser)
+        template = None if template is None else with_tool_preamble(template, parsers.dialect)
     templates = await _templates(config, chat_tokenizer, template, wait_s)
     grammars = None
     if parsers is not None:
@@ -295,13 +296,6 @@ def _tokenizer(config: ServerConfig) -> Tokenizer | None:
     except TokenizerNotFound:
         config.notify("the model has no tokenizer.json, tiktoken.model or tekken.json: prompts must be token ids")
         return None
-
-
-def _parsers(config: ServerConfig, tokenizer: Tokenizer | None) -> Parsers | None:
-    if tokenizer is None:
-        return None
-    options = config.options
-    return Parsers(tokenizer, tokenizer.chat_template, options.reasoning_parser, options.tool_call_parser)
 
 
 async def _templates(

@@ -29,10 +29,6 @@ class PoisonRequest(Exception):
     """Two workers in a row died of the request."""
 
 
-class _ChildExited(Exception):
-    """The worker has exited without a response."""
-
-
 class WorkerReply(msgspec.Struct, frozen=True):
     """The response to a request, or to the setup: a text, or what is wrong with it."""
 
@@ -65,10 +61,9 @@ class WorkerProcess:
         """Starts the process, if none runs; raises WorkerDied and `setup_error`."""
         if self._child is None:
             await self._spawn()
-            try:
-                self._rejection = (await self._exchange(self._setup, _START_S)).error
-            except (_ChildExited, TimeoutError):
-                raise WorkerDied(f"a process that {self._task} has died at its start") from None
+            if (reply := await self._exchange(self._setup, _START_S)) is None:
+                raise WorkerDied(f"a process that {self._task} has died at its start")
+            self._rejection = reply.error
         if self._rejection is not None:
             raise self._setup_error(self._rejection)
 
@@ -79,16 +74,20 @@ class WorkerProcess:
         """
         for _ in range(2):
             await self.start()
-            with contextlib.suppress(_ChildExited):
-                return await self._exchange(frame, _WALL_FACTOR * self._deadline_s)
+            if (reply := await self._exchange(frame, _WALL_FACTOR * self._deadline_s)) is not None:
+                return reply
         raise PoisonRequest(f"two processes that {self._task} have died of it")
 
     async def stop(self) -> None:
         if self._child is not None:
             await self._end(self._child)
 
-    async def _exchange(self, frame: bytearray, wall_s: float) -> WorkerReply:
-        """Returns the response to a frame; raises _ChildExited, TimeoutError, and WorkerDied after `wall_s` seconds."""
+    async def _exchange(self, frame: bytearray, wall_s: float) -> WorkerReply | None:
+        """Returns the response to a frame, None if the worker exits without one.
+
+        Raises TimeoutError at the limit of processor time, which the setup does not have, and WorkerDied after `wall_s`
+        seconds.
+        """
         assert self._child is not None
         child, responses, reply, timed_out, status = self._child, self._responses, None, False, None
         self._transport.write(frame)
@@ -100,11 +99,11 @@ class WorkerProcess:
         finally:
             if reply is None:  # timed out or dead: the next request gets a new process
                 status = await self._end(child)
-        if reply is not None:
-            return reply
         if timed_out:
             raise WorkerDied(f"the process that {self._task} did not respond within {wall_s:g} s; try again")
-        raise TimeoutError if status == -signal.SIGPROF else _ChildExited
+        if status == -signal.SIGPROF:
+            raise TimeoutError
+        return reply
 
     async def _end(self, child: LinkedChild) -> int | None:
         if child is self._child:

@@ -236,7 +236,7 @@ class EngineClient:
         finally:
             self._calls.pop(number, None)
 
-    def _on_reply(self, message: messages.Reply) -> None:
+    def _on_reply(self, message: messages.EngineReply) -> None:
         reply = self._calls.pop(message.number, None)
         if reply is None or reply.done():
             return  # the client has gone
@@ -383,7 +383,7 @@ class EngineClient:
                 self.drain_requested.set()
             case OperatedState():
                 self.info = None if self.info is None else self.info.with_state(message)
-            case messages.Reply():
+            case messages.EngineReply():
                 self._on_reply(message)
             case messages.EngineFailure():
                 self._failure = message.reason

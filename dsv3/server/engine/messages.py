@@ -62,14 +62,14 @@ class Flush(msgspec.Struct, frozen=True, tag=True):
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True):
-    """Send a `Reply` with a snapshot or a list of requests; or start a profile, or stop it and send its steps."""
+    """Send an `EngineReply` with a snapshot, a list of requests, or the steps of a profile that this stops."""
 
     number: int
     what: Inspection
 
 
 class OperateEngine(msgspec.Struct, frozen=True, tag=True):
-    """Execute an operation, and send a `Reply`."""
+    """Execute an operation, and send an `EngineReply`."""
 
     number: int
     operation: Operation
@@ -193,7 +193,7 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Reply(msgspec.Struct, frozen=True, tag=True):
+class EngineReply(msgspec.Struct, frozen=True, tag=True):
     """The end of the `Inspect` or `OperateEngine` of this number; `error` says why it failed, "" if it did not.
 
     A `refused` operation has changed nothing. All API servers have got the new `OperatedState` before its reply.
@@ -227,7 +227,15 @@ class EngineFailure(msgspec.Struct, frozen=True, tag=True):
 ToServer0 = StartProgress | ApiServerDropped | DrainServer
 """Messages that only API server 0 receives."""
 FromEngine = (
-    ToServer0 | EngineInfo | Outputs | Rejected | LockGranted | EngineHeartbeat | OperatedState | Reply | EngineFailure
+    ToServer0
+    | EngineInfo
+    | Outputs
+    | Rejected
+    | LockGranted
+    | EngineHeartbeat
+    | OperatedState
+    | EngineReply
+    | EngineFailure
 )
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)

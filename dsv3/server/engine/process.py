@@ -83,7 +83,7 @@ class RequestReceiver:
             elif isinstance(message, messages.Flush):
                 self._engine.flush()
             elif isinstance(message, messages.Inspect):
-                api_server.send(messages.Reply(message.number, inspect(self._engine, message.what)))
+                api_server.send(messages.EngineReply(message.number, inspect(self._engine, message.what)))
             elif isinstance(message, messages.OperateEngine):
                 self._operate(api_server, message)
             else:
@@ -100,7 +100,7 @@ class RequestReceiver:
             self._api_servers.announce_state(self._engine.state)
             text = "" if error is None else str(error)
             refused = isinstance(error, OperationRefused)
-            api_server.send(messages.Reply(message.number, error=text, refused=refused))
+            api_server.send(messages.EngineReply(message.number, error=text, refused=refused))
 
         self._engine.operate(message.operation, lambda: announce_step(self._api_servers)).add_done_callback(report)
 

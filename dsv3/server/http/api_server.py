@@ -113,10 +113,9 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
 
             def on_engine_failure(reason: str) -> None:
                 api_servers.end(EngineFailure(reason))
-                for supervisor in supervisors:
-                    supervisor.kill()
+                kill_engines(reason)
 
-            engine.on_failure = on_engine_failure
+            kill_engines, engine.on_failure = engine.on_failure, on_engine_failure
             for i, supervisor in enumerate(supervisors):
                 supervisor.on_loss = functools.partial(on_engine_loss, i)
             try:

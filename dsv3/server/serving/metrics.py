@@ -17,7 +17,8 @@ from prometheus_client.utils import floatToGoString
 
 from dsv3.kv_cache.tiers.counts import CARRIERS, LOAD_BOUNDS
 from dsv3.scheduler.request import HOST_TIME_BOUNDS, STEP_TOKENS_BOUNDS
-from dsv3.server.engine.messages import Stats, number_in
+from dsv3.server.config import ServerConfig
+from dsv3.server.engine.messages import EngineInfo, Stats, number_in
 from dsv3.server.tenants import MAX_TENANTS, Tenant, Tenants
 
 
@@ -180,22 +181,24 @@ _MAX_PENDING = 4096
 class Metrics:
     """All metrics of one server, labelled with the model's name; `numbers` are shared by its API servers.
 
-    Counts reach the other API servers with `flush`. `cache_config` returns the labels of `vllm:cache_config_info`, none
-    before they are known; `kernel_fallbacks` the operations whose kernels have been replaced, with the replacement;
-    `weight_version` the name of the weights, "" where they cannot be updated. `engines` returns of each engine whether
-    it is ready and its numbers; several have the label `engine`, from 0.
-    `process_*` are of the process that answers the scrape.
+    Counts reach the other API servers with `flush`. `info` returns what the engine is, None before it is ready; with
+    `config` it is described by labels. `engines` returns of each engine whether it is ready and its numbers; several
+    have the label `engine`, from 0. `process_*` are of the process that answers the scrape.
     """
 
-    def __init__(self, model_name: str, numbers: SharedNumbers | None = None, tenants: Tenants | None = None):
+    def __init__(
+        self,
+        model_name: str,
+        numbers: SharedNumbers | None = None,
+        tenants: Tenants | None = None,
+        config: ServerConfig | None = None,
+    ):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
-        self.cache_config: Callable[[], Mapping[str, str]] = dict
-        self.kernel_fallbacks: Callable[[], Mapping[str, str]] = dict
-        self.weight_version: Callable[[], str] = str
+        self.info: Callable[[], EngineInfo | None] = lambda: None
         self.engines: Callable[[], Sequence[tuple[bool, Stats]]] = list
-        self._model_name = model_name
+        self._model_name, self._config = model_name, config
         self._numbers = numbers or SharedNumbers(NUM_NUMBERS)
         self._tenants = tenants or Tenants()
         self.stats: Stats = {}  # the engine's latest
@@ -280,16 +283,27 @@ class Metrics:
             yield from _labelled([self._of_engine(stats) for _, stats in engines])
             up: dict[tuple[str, ...], float] = {(str(i),): float(is_ready) for i, (is_ready, _) in enumerate(engines)}
             yield self._family(GaugeMetricFamily, *_ENGINE_UP, up, ["engine"])
-        if labels := self.cache_config():
-            family = GaugeMetricFamily(*_CACHE_CONFIG, labels=["model_name", *labels])
-            family.add_metric([self._model_name, *labels.values()], 1)
-            yield family
-        if replaced := self.kernel_fallbacks():
+        if (info := self.info()) is not None and self._config is not None:
+            yield from self._of_info(info, self._config)
+        yield from self._counted()
+
+    def _of_info(self, info: EngineInfo, config: ServerConfig) -> Iterator[Metric]:
+        """Yields the metrics that describe the engine by their labels."""
+        engine = config.engine
+        labels = {
+            "block_size": str(info.rules.page_size),
+            "cache_dtype": engine.kv_cache_dtype,
+            "enable_prefix_caching": str(engine.enable_prefix_caching),
+            "gpu_memory_utilization": str(engine.gpu_memory_utilization),
+            "num_gpu_blocks": str(info.num_pages),
+        }
+        yield self._family(GaugeMetricFamily, *_CACHE_CONFIG, {tuple(labels.values()): 1.0}, labels)
+        if replaced := info.kernel_fallbacks:
             ones: dict[tuple[str, ...], float] = dict.fromkeys(replaced.items(), 1.0)
             yield self._family(GaugeMetricFamily, *_FALLBACKS, ones, ["operation", "backend"])
-        if version := self.weight_version():
-            yield self._family(GaugeMetricFamily, *_WEIGHTS, {(version,): 1.0}, ["weight_version"])
-        yield from self._counted()
+        if config.options.enable_weight_updates:
+            version = (info.state.weight_version,)
+            yield self._family(GaugeMetricFamily, *_WEIGHTS, {version: 1.0}, ["weight_version"])
 
     def _of_engine(self, stats: Stats) -> Iterator[Metric]:
         """Yields the metrics of one engine."""

@@ -101,7 +101,7 @@ class Service:
         self.templates, self.grammars = templates, grammars
         self.parsers, self.shows_tools = parsers, shows_tools
         self.logprobs = LogprobEncoder(tokenizer)
-        self.metrics = Metrics(config.model_names[0], numbers, self.tenants)
+        self.metrics = Metrics(config.model_names[0], numbers, self.tenants, config)
         self.history, self.snapshot_poller = MetricsHistory(self.metrics), SnapshotPoller(engine)
         self.tracer: Tracer | None = None
         self.leaving = False  # reports "draining", and still takes requests
@@ -115,6 +115,7 @@ class Service:
         self._preparing, self._bodies = ThreadQueue("prepare", wait_s), BodyReader(wait_s)
         self.budget = Budget()
         engine.on_stats = self.metrics.update
+        self.metrics.info = lambda: engine.info
         self.metrics.engines = lambda: [(member.state == "ready", member.stats) for member in engine.members]
         engine.on_resumed = lambda: self.metrics.add("continued", 1)
 
@@ -362,6 +363,5 @@ async def start_engines(config: ServerConfig, service: Service) -> list[EngineSu
 
     engine.on_progress, engine.on_failure = show_progress, kill
     for supervisor in supervisors:
-        supervisor.on_loss = lambda *_: service.metrics.add("engine_restarts", 1)
         await supervisor.connect()
     return supervisors

@@ -131,8 +131,8 @@ class WorkerQueue[W]:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for _ in range(self._waiting):  # which raises WorkersBusy in `run`
-            self._free.release()
+        for _ in range(self._waiting):
+            self._free.release()  # `run` then raises WorkersBusy
 
     async def _run[R](self, work: Callable[[W], Awaitable[R]]) -> R:
         worker = self._idle.pop()

@@ -107,7 +107,7 @@ class ServiceCompleter:
             if not isinstance(caught, ApiError):
                 _log.exception("%s: a line failed", url)
             error = caught if isinstance(caught, ApiError) else internal()
-            if error.status != 503:  # then the line is tried again
+            if error.status != 503:  # after which the line is tried again
                 end_trace(self._service, timeline, prepared, error.status)
             raise error from None
         end_trace(self._service, timeline, handler, 200)

@@ -270,9 +270,9 @@ def announce_step(api_servers: ApiServerConnections) -> None:
 def numeric_stats(stats: Any) -> messages.Stats:
     """Returns the numbers and histograms of `EngineStats`; those of a kind of work as `KIND_NAME`."""
     fields = msgspec.to_builtins(stats)
-    flat = dict(_flatten("", fields | fields.pop("jobs", {})))
-    numbers = {name: value for name, value in flat.items() if isinstance(value, int | float)}
-    return numbers | {name: list(value) for name, value in flat.items() if isinstance(value, tuple | list)}
+    flat = _flatten("", fields | fields.pop("jobs", {}))
+    found = ((name, list(value) if isinstance(value, tuple) else value) for name, value in flat)
+    return {name: value for name, value in found if isinstance(value, int | float | list)}
 
 
 def _flatten(prefix: str, record: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -62,7 +62,7 @@ class ApiServerProcesses:
             api_server.send(message)
 
     def end(self, message: messages.ToApiServer) -> None:
-        """Sends every API server a message that ends it, or is followed by the end of this process."""
+        """Sends every API server a message after which it ends, or this process does; it is not replaced."""
         for api_server in self._api_servers:
             api_server.end(message)
 

@@ -30,7 +30,7 @@ class StartApiServer(msgspec.Struct, frozen=True, tag=True):
 
 
 class DrainApiServer(msgspec.Struct, frozen=True, tag=True):
-    """Accept no more requests, and exit once those in flight have ended; abort them now if `aborts`."""
+    """Accept no more requests, and exit when those in flight have ended; with `aborts` abort them now."""
 
     aborts: bool = False
 
@@ -53,7 +53,7 @@ class EngineStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineLost(msgspec.Struct, frozen=True, tag=True):
-    """The engine `number` has died and is being restarted; from an API server: sends it no frames."""
+    """The engine `number` has died and is being restarted; from an API server: the engine sends it no frames."""
 
     index: int
     number: int

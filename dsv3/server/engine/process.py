@@ -228,7 +228,6 @@ def main(listener: int, imports: Sequence[str]) -> NoReturn:
         importlib.import_module(module)
     try:
         start = host.api_servers.start()
-        host.api_servers.start_heartbeat()
         module, _, factory = start.factory.partition(":")
         engine, info = getattr(importlib.import_module(module), factory)(start, host)
         host.api_servers.announce(info)

@@ -21,9 +21,10 @@ from dsv3.server.batches.store import (
     Batch,
     BatchStore,
     Endpoint,
+    FileObject,
 )
 from dsv3.server.http.auth import tenant_of
-from dsv3.server.http.bodies import ClientGone, make_routes, read_json_body
+from dsv3.server.http.bodies import ClientGone, Handler, make_routes, read_json_body
 from dsv3.server.http.exchange import json_response
 from dsv3.server.protocol.errors import ApiError, invalid, unavailable
 from dsv3.server.protocol.responses import MAX_METADATA
@@ -72,13 +73,13 @@ def batch_routes(service: Service, directory: str | None) -> list[Route]:
         {
             ("POST", "/v1/files"): routes.upload,
             ("GET", "/v1/files"): routes.list_files,
-            ("GET", "/v1/files/{id}"): routes.show_file,
+            ("GET", "/v1/files/{id}"): routes.of_id(BatchStore.file),
             ("DELETE", "/v1/files/{id}"): routes.delete_file,
             ("GET", "/v1/files/{id}/content"): routes.content,
             ("POST", "/v1/batches"): routes.create,
             ("GET", "/v1/batches"): routes.list_batches,
-            ("GET", "/v1/batches/{id}"): routes.show_batch,
-            ("POST", "/v1/batches/{id}/cancel"): routes.cancel,
+            ("GET", "/v1/batches/{id}"): routes.of_id(BatchStore.batch),
+            ("POST", "/v1/batches/{id}/cancel"): routes.of_id(BatchStore.cancel),
         }
     )
 
@@ -132,8 +133,13 @@ class _Routes:
             files.reverse()
         return _page(files, http, "files")
 
-    async def show_file(self, http: Request) -> Response:
-        return json_response(await asyncio.to_thread(self._store.file, _tenant(http), http.path_params["id"]))
+    def of_id(self, call: Callable[[BatchStore, str, str], FileObject | Batch]) -> Handler:
+        """Returns a handler that responds with what a method of the store returns for tenant and id."""
+
+        async def run(http: Request) -> Response:
+            return json_response(await asyncio.to_thread(call, self._store, _tenant(http), http.path_params["id"]))
+
+        return run
 
     async def delete_file(self, http: Request) -> Response:
         await asyncio.to_thread(self._store.delete_file, _tenant(http), http.path_params["id"])
@@ -167,12 +173,6 @@ class _Routes:
 
     async def list_batches(self, http: Request) -> Response:
         return _page(await asyncio.to_thread(self._store.batches, _tenant(http)), http, "batches")
-
-    async def show_batch(self, http: Request) -> Response:
-        return json_response(await asyncio.to_thread(self._store.batch, _tenant(http), http.path_params["id"]))
-
-    async def cancel(self, http: Request) -> Response:
-        return json_response(await asyncio.to_thread(self._store.cancel, _tenant(http), http.path_params["id"]))
 
 
 class _Content(Response):

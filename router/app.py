@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dsv3.config.server_options import ServerOptions
 from dsv3.http_client import RequestFailed
 from dsv3.server.config import Deadlines
-from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, tenant_of
+from dsv3.server.http.auth import is_loopback, require_admission, require_key, require_local_name, tenant_of
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
 from dsv3.server.http.exchange import ENDED, REQUEST_ID, TIMING_HEADER, error_path, error_response, json_response
 from dsv3.server.http.http_server import ConnectionLimit, HttpServer, certificate_of, max_admitted
@@ -110,10 +110,10 @@ def make_app(site: RouterSite, host: str) -> ASGIApp:
     routes = [Route(path, endpoint(handler), methods=[method]) for (method, path), handler in handlers.items()]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
-    admitted = Admit(app, lambda _: site.fleet.metrics.requests.labels("503").inc())
+    admitted = require_admission(app, lambda _: site.fleet.metrics.requests.labels("503").inc())
     if not site.tenants.all:
-        return RequireLocalName(admitted, host) if is_loopback(host) else admitted
-    guarded = RequireKey(admitted, site.tenants)
+        return require_local_name(admitted, host) if is_loopback(host) else admitted
+    guarded = require_key(admitted, site.tenants)
 
     async def except_registration(scope: Scope, receive: Receive, send: Send) -> None:
         await (admitted if scope["path"] == REGISTER else guarded)(scope, receive, send)

@@ -74,7 +74,7 @@ class ExpertLoad(msgspec.Struct, frozen=True):
     after: bytes = b""
 
 
-class EngineSnapshot(msgspec.Struct, frozen=True):
+class EngineSnapshot(msgspec.Struct, frozen=True, tag=True):
     """The last steps, oldest first, and the experts' load, None where devices share none."""
 
     steps: list[StepRecord]

@@ -4,11 +4,11 @@
 engine's limits, so that a grammar which takes too much time or memory fails there and not in the engine.
 """
 
-import dataclasses
 import hashlib
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,7 @@ import msgspec
 from dsv3.processes import frames
 from dsv3.scheduler.request import RequestRules
 from dsv3.server.limits import WAIT_S, WorkerQueue
-from dsv3.server.worker_process import PoisonRequest, WorkerProcess, serve_requests
+from dsv3.server.worker_process import PoisonRequest, WorkerProcess, WorkerReply, serve_requests
 from dsv3.text.call_grammar import AnswerConstraints, answer_grammar
 from dsv3.text.dialects import DIALECTS
 from dsv3.text.matcher import GrammarError, GrammarVocabulary, VocabularyError
@@ -31,8 +31,10 @@ FAILURE_TTL_S = 60.0
 _MAX_MEMORY_BYTES = 4 * 2**30
 
 
-class GrammarSetup(msgspec.Struct, frozen=True, tag=True):
+class GrammarSetup(msgspec.Struct, frozen=True):
     """First message to the worker: the arguments of `GrammarVocabulary`, the tokenizer as a path.
+
+    Each later message is the `AnswerConstraints` of an answer.
 
     `dialect` is the format of the model's tool calls, "" for none; `marker_ids` are its markers that are tokens.
     """
@@ -42,31 +44,6 @@ class GrammarSetup(msgspec.Struct, frozen=True, tag=True):
     end_ids: tuple[int, ...]
     dialect: str
     marker_ids: dict[str, int]
-
-
-class CompileGrammar(msgspec.Struct, frozen=True, tag=True):
-    """Generate and compile the grammar of an answer."""
-
-    wanted: AnswerConstraints
-
-
-class CompiledGrammar(msgspec.Struct, frozen=True, tag=True):
-    """The response: the grammar, or the `error` of the grammar or of the vocabulary."""
-
-    grammar: str = ""
-    error: str | None = None
-
-
-_to_process = msgspec.msgpack.Decoder(GrammarSetup | CompileGrammar)
-_from_process = msgspec.msgpack.Decoder(CompiledGrammar)
-
-
-@dataclasses.dataclass(frozen=True)
-class _CachedResult:
-    """A cached response, valid `until` a time of `time.monotonic`."""
-
-    result: CompiledGrammar
-    until: float = float("inf")
 
 
 class GrammarPool:
@@ -88,7 +65,7 @@ class GrammarPool:
         self._dialect, self._marker_ids = dialect or "", dict(marker_ids or {})
         self._worker: WorkerProcess | None = None
         self._workers = WorkerQueue([self], wait_s)
-        self._cache: OrderedDict[bytes, _CachedResult] = OrderedDict()
+        self._cache: OrderedDict[bytes, tuple[WorkerReply, float]] = OrderedDict()  # valid until a time of `monotonic`
         self._num_chars = 0
 
     async def compile(self, wanted: AnswerConstraints, rules: RequestRules) -> str:
@@ -98,85 +75,71 @@ class GrammarPool:
         retry may succeed.
         """
         try:
-            frame = frames.encode(CompileGrammar(wanted))
+            frame = frames.encode(wanted)
         except (OverflowError, ValueError, TypeError, RecursionError, frames.FrameError):
             raise GrammarError("it contains a value that cannot be encoded as a grammar") from None
         key = hashlib.sha256(frame).digest()
         cached = self._cache.get(key)
-        if cached is None or cached.until < time.monotonic():
+        if cached is None or cached[1] < time.monotonic():
             cached = await self._workers.run(len(frame), lambda pool: pool._compile(frame, rules))
         self._store(key, cached)
-        if cached.result.error is not None:
-            raise GrammarError(cached.result.error)
-        return cached.result.grammar
+        if (reply := cached[0]).error is not None:
+            raise GrammarError(reply.error)
+        return reply.text
 
     async def close(self) -> None:
         await self._workers.close()
         if self._worker is not None:
             await self._worker.stop()
 
-    def _store(self, key: bytes, cached: _CachedResult) -> None:
+    def _store(self, key: bytes, cached: tuple[WorkerReply, float]) -> None:
         """Caches a result as the most recently used one, and evicts the least recently used ones."""
         if (old := self._cache.pop(key, None)) is not None:
-            self._num_chars -= len(old.result.grammar)
+            self._num_chars -= len(old[0].text)
         self._cache[key] = cached
-        self._num_chars += len(cached.result.grammar)
+        self._num_chars += len(cached[0].text)
         while len(self._cache) > MAX_CACHED or self._num_chars > MAX_CACHED_CHARS:
-            self._num_chars -= len(self._cache.popitem(last=False)[1].result.grammar)
+            self._num_chars -= len(self._cache.popitem(last=False)[1][0].text)
 
-    async def _compile(self, frame: bytearray, rules: RequestRules) -> _CachedResult:
+    async def _compile(self, frame: bytearray, rules: RequestRules) -> tuple[WorkerReply, float]:
         """Returns the worker's result; a timeout or crash is cached for `FAILURE_TTL_S`."""
         if self._worker is None:
             vocabulary = str(self._tokenizer), rules.vocab_size, rules.eos_token_ids
             setup = frames.encode(GrammarSetup(*vocabulary, self._dialect, self._marker_ids))
-            deadline_s = self._deadline_s
             self._worker = WorkerProcess(
-                "dsv3.server.grammars", "compiles grammars", setup, deadline_s, _raise_if_invalid
+                "dsv3.server.grammars", "compiles grammars", setup, self._deadline_s, VocabularyError
             )
-        await self._worker.start()
         try:
-            return _CachedResult(_from_process.decode(await self._worker.call(frame)))
+            return await self._worker.call(frame), math.inf
         except TimeoutError:
             error = f"takes longer than {self._deadline_s:g} s to compile; make it smaller"
         except PoisonRequest:
             error = "cannot be compiled: it needs too much memory"
-        return _CachedResult(CompiledGrammar(error=error), time.monotonic() + FAILURE_TTL_S)
+        return WorkerReply(error=error), time.monotonic() + FAILURE_TTL_S
 
 
-def _raise_if_invalid(body: bytes) -> None:
-    """Raises VocabularyError if grammars cannot use the vocabulary."""
-    if (error := _from_process.decode(body).error) is not None:
-        raise VocabularyError(error)
+def _make_compiler(body: bytes) -> Callable[[bytes], str]:
+    """Returns the worker's compiler for the vocabulary of a `GrammarSetup`; raises VocabularyError and OSError."""
+    setup = msgspec.msgpack.decode(body, type=GrammarSetup)
+    vocabulary = GrammarVocabulary.from_file(Path(setup.tokenizer), setup.vocab_size, setup.end_ids)
+    requests = msgspec.msgpack.Decoder(AnswerConstraints)
 
-
-class _GrammarCompiler:
-    """The worker's side: compiles grammars for one vocabulary."""
-
-    def __init__(self) -> None:
-        self._setup: GrammarSetup | None = None
-        self._vocabulary: GrammarVocabulary | None = None
-
-    def handle(self, body: bytes) -> bytearray:
-        try:
-            return frames.encode(CompiledGrammar(self._compile(_to_process.decode(body))))
-        except (ValueError, OSError) as problem:  # including GrammarError and VocabularyError
-            error = str(problem)
-        except (MemoryError, RecursionError):
-            error = "too large, or nested too deeply, for a grammar; make it smaller"
-        except Exception as problem:
-            error = f"cannot be compiled to a grammar ({type(problem).__name__})"
-        return frames.encode(CompiledGrammar(error=error))
-
-    def _compile(self, message: GrammarSetup | CompileGrammar) -> str:
-        if isinstance(message, GrammarSetup):
-            self._setup = message
-            self._vocabulary = GrammarVocabulary.from_file(Path(message.tokenizer), message.vocab_size, message.end_ids)
-            return ""
-        assert self._setup is not None and self._vocabulary is not None  # by the first message
-        grammar = answer_grammar(message.wanted, DIALECTS.get(self._setup.dialect), self._setup.marker_ids.get)
-        self._vocabulary.compile(grammar)
+    def compile_grammar(body: bytes) -> str:
+        grammar = answer_grammar(requests.decode(body), DIALECTS.get(setup.dialect), setup.marker_ids.get)
+        vocabulary.compile(grammar)
         return grammar
+
+    return compile_grammar
+
+
+def _explain(error: Exception) -> str:
+    match error:
+        case ValueError() | OSError():  # including GrammarError and VocabularyError
+            return str(error)
+        case MemoryError() | RecursionError():
+            return "too large, or nested too deeply, for a grammar; make it smaller"
+    return f"cannot be compiled to a grammar ({type(error).__name__})"
 
 
 if __name__ == "__main__":
-    serve_requests(_GrammarCompiler().handle, _MAX_MEMORY_BYTES)
+    serve_requests(_make_compiler, _explain, _MAX_MEMORY_BYTES)

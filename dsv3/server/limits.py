@@ -13,10 +13,10 @@
 
 import asyncio
 import contextlib
-import dataclasses
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 MAX_BODY_BYTES = 32 * 2**20
 # Small work has separate workers, so that large work does not delay it; small bodies are decoded on the event loop.
@@ -79,14 +79,6 @@ class Reservation:
         self.nbytes = 0
 
 
-@dataclasses.dataclass(eq=False)
-class _WorkItem[W]:
-    work: Callable[[W], Awaitable]
-    nbytes: int
-    result: asyncio.Future
-    has_begun: bool = False
-
-
 class WorkerQueue[W]:
     """A queue in front of workers of one kind, each of which runs one item at a time; the last one used runs the next.
 
@@ -102,9 +94,10 @@ class WorkerQueue[W]:
     ):
         self._wait_s, self._max_waiting, self._max_bytes = wait_s, requests, nbytes
         self._idle = list(reversed(workers))
-        self._waiting: deque[_WorkItem[W]] = deque()
-        self._waiting_bytes = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._free = asyncio.Semaphore(len(workers))
+        self._waiting = self._waiting_bytes = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
 
     async def run[R](self, nbytes: int, work: Callable[[W], Awaitable[R]]) -> R:
         """Runs `work` with a worker and returns its result; raises its exceptions, and WorkersBusy if it cannot start.
@@ -112,66 +105,47 @@ class WorkerQueue[W]:
         If the caller is cancelled, work in the queue is dropped. Work that has started finishes and its result is
         dropped, so it must have a time limit of its own.
         """
-        item = self._enqueue(nbytes, work)
+        is_full = self._waiting >= self._max_waiting or self._waiting_bytes + nbytes > self._max_bytes
+        if self._is_closed or (is_full and self._free.locked()):
+            raise WorkersBusy(BUSY)
+        self._waiting, self._waiting_bytes = self._waiting + 1, self._waiting_bytes + nbytes
         try:
-            await asyncio.wait([item.result], timeout=self._wait_s)
-            if not item.has_begun:
-                raise WorkersBusy(BUSY)
-            return await item.result
+            await asyncio.wait_for(self._free.acquire(), self._wait_s)
+        except TimeoutError:
+            raise WorkersBusy(BUSY) from None
         finally:
-            self._drop(item)
-            del item  # an error's traceback references this frame: breaks the cycle, which would need the collector
+            self._waiting, self._waiting_bytes = self._waiting - 1, self._waiting_bytes - nbytes
+        if self._is_closed:
+            raise WorkersBusy(BUSY)
+        task = asyncio.create_task(self._run(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._on_end)
+        try:
+            return await asyncio.shield(task)
+        finally:
+            del task  # an error's traceback references this frame: breaks the cycle, which would need the collector
 
     async def close(self) -> None:
         """Cancels all work, queued and running."""
-        for item in self._waiting:
-            item.result.cancel()
-        self._waiting.clear()
-        self._waiting_bytes = 0
+        self._is_closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for _ in range(self._waiting):
+            self._free.release()  # `run` then raises WorkersBusy
 
-    def _enqueue[R](self, nbytes: int, work: Callable[[W], Awaitable[R]]) -> _WorkItem[W]:
-        is_full = len(self._waiting) >= self._max_waiting or self._waiting_bytes + nbytes > self._max_bytes
-        if is_full and not self._idle:
-            raise WorkersBusy(BUSY)
-        item = _WorkItem(work, nbytes, asyncio.get_running_loop().create_future())
-        self._waiting.append(item)
-        self._waiting_bytes += nbytes
-        self._dispatch()
-        return item
-
-    def _drop(self, item: _WorkItem[W]) -> None:
-        """Removes an item from the queue if it has not started, and discards its result."""
-        if not item.has_begun and item in self._waiting:
-            self._waiting.remove(item)
-            self._waiting_bytes -= item.nbytes
-        if not item.result.cancel() and not item.result.cancelled():
-            item.result.exception()  # else asyncio logs that it was never retrieved
-
-    def _dispatch(self) -> None:
-        while self._idle and self._waiting:
-            worker, item = self._idle.pop(), self._waiting.popleft()
-            self._waiting_bytes -= item.nbytes
-            item.has_begun = True
-            task = asyncio.get_running_loop().create_task(self._run_item(worker, item))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _run_item(self, worker: W, item: _WorkItem[W]) -> None:
+    async def _run[R](self, work: Callable[[W], Awaitable[R]]) -> R:
+        worker = self._idle.pop()
         try:
-            result = await item.work(worker)
-            if not item.result.done():
-                item.result.set_result(result)
-        except Exception as error:
-            if not item.result.done():
-                item.result.set_exception(error)
+            return await work(worker)
         finally:
-            item.result.cancel()  # has an effect only if this task itself was cancelled
-            del item  # as in `run`
             self._idle.append(worker)
-            self._dispatch()
+            self._free.release()
+
+    def _on_end(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # else asyncio logs that it was never retrieved
 
 
 class ThreadQueue:

@@ -5,7 +5,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ DEADLINE_S = 10.0  # processor time of one rendering
 _MAX_MEMORY_BYTES = 2**30
 
 
-class RenderSetup(msgspec.Struct, frozen=True, tag=True):
+class RenderSetup(msgspec.Struct, frozen=True):
     """First message to the worker; prompts contain `markers` in their hidden form (`dsv3.text.special_tokens`)."""
 
     source: str
@@ -28,7 +28,7 @@ class RenderSetup(msgspec.Struct, frozen=True, tag=True):
     markers: tuple[str, ...] | None = None
 
 
-class Render(msgspec.Struct, frozen=True, tag=True):
+class Render(msgspec.Struct, frozen=True):
     """Arguments of `ChatTemplate.render`."""
 
     messages: list[dict[str, object]]
@@ -37,21 +37,6 @@ class Render(msgspec.Struct, frozen=True, tag=True):
     continue_final_message: bool
     kwargs: dict[str, object]
     response_format: dict[str, object] | None = None
-
-
-class Rendered(msgspec.Struct, frozen=True, tag=True):
-    """The response: the prompt, or the template's `error`."""
-
-    prompt: str = ""
-    error: str | None = None
-
-
-_to_process = msgspec.msgpack.Decoder(RenderSetup | Render)
-_from_process = msgspec.msgpack.Decoder(Rendered)
-
-
-class TemplateTooSlow(TemplateError):
-    """The template did not finish within the deadline."""
 
 
 class TemplatePool:
@@ -74,8 +59,7 @@ class TemplatePool:
         setup = frames.encode(RenderSetup(source, dict(special_tokens), hidden))
         self._deadline_s = deadline_s
         self._processes = [
-            WorkerProcess("dsv3.server.templates", "renders chats", setup, deadline_s, _raise_if_invalid)
-            for _ in range(2)
+            WorkerProcess("dsv3.server.templates", "renders chats", setup, deadline_s, TemplateError) for _ in range(2)
         ]
         self._small = WorkerQueue(self._processes[:1], wait_s)
         self._large = WorkerQueue(self._processes[1:], wait_s)
@@ -99,25 +83,19 @@ class TemplatePool:
     async def _render(self, frame: bytearray) -> str:
         workers = self._small if len(frame) <= SMALL_BYTES else self._large
         try:
-            rendered = _from_process.decode(await workers.run(len(frame), lambda process: process.call(frame)))
+            reply = await workers.run(len(frame), lambda process: process.call(frame))
         except TimeoutError:
             seconds = f"{self._deadline_s:g}"
-            raise TemplateTooSlow(f"the chat template took longer than {seconds} s for these messages") from None
+            raise TemplateError(f"the chat template took longer than {seconds} s for these messages") from None
         except PoisonRequest:
             raise TemplateError("the chat template crashed two worker processes with these messages") from None
-        if rendered.error is not None:
-            raise TemplateError(rendered.error)
-        return rendered.prompt
+        if reply.error is not None:
+            raise TemplateError(reply.error)
+        return reply.text
 
     async def close(self) -> None:
         await asyncio.gather(self._small.close(), self._large.close())
         await asyncio.gather(*(process.stop() for process in self._processes))
-
-
-def _raise_if_invalid(body: bytes) -> None:
-    """Raises TemplateError if the template is invalid."""
-    if (error := _from_process.decode(body).error) is not None:
-        raise TemplateError(error)
 
 
 def escaping_template(source: str, special_tokens: Mapping[str, str], markers: SpecialTokens) -> ChatTemplate:
@@ -162,45 +140,19 @@ def _samples(text: str) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, A
         yield [question, {"role": "assistant", "content": content, **calls}, results, answer, question], tools
 
 
-class _Renderer:
-    """The worker's side: renders the template of the first message."""
+def _make_renderer(body: bytes) -> Callable[[bytes], str]:
+    """Returns the worker's renderer for the template of a `RenderSetup`; raises TemplateError for an invalid one."""
+    setup = msgspec.msgpack.decode(body, type=RenderSetup)
+    if setup.markers is None:
+        template = ChatTemplate(setup.source, setup.special_tokens)
+    else:
+        template = escaping_template(setup.source, setup.special_tokens, SpecialTokens(setup.markers))
+    messages, requests = ToolMessages(template), msgspec.msgpack.Decoder(Render)
 
-    def __init__(self) -> None:
-        self._chat: ChatTemplate | None = None
-        self._messages: ToolMessages | None = None
-
-    def handle(self, body: bytes) -> bytearray:
-        message = _to_process.decode(body)
-        if isinstance(message, Render):
-            return self._handle_render(message)
-        try:
-            if message.markers is None:
-                self._chat = ChatTemplate(message.source, message.special_tokens)
-            else:
-                self._chat = escaping_template(message.source, message.special_tokens, SpecialTokens(message.markers))
-        except TemplateError as error:
-            return frames.encode(Rendered(error=str(error)))
-        self._messages = ToolMessages(self._chat)
-        return frames.encode(Rendered())
-
-    def _handle_render(self, request: Render) -> bytearray:
-        """Returns the frame of the response, for any exception, too: a crash would make the API server retry."""
-        try:
-            return frames.encode(Rendered(prompt=self._render(request)))
-        except TemplateError as error:
-            problem = str(error)
-        except MemoryError:
-            problem = "the chat template needs too much memory for these messages"
-        except frames.FrameError:
-            problem = f"the chat template makes more than {frames.MAX_FRAME_BYTES} bytes of these messages"
-        except Exception as error:
-            problem = f"the chat template cannot render these messages ({type(error).__name__})"
-        return frames.encode(Rendered(error=problem))
-
-    def _render(self, request: Render) -> str:
-        assert self._chat is not None and self._messages is not None  # by the first message
-        return self._chat.render(
-            self._messages.prepare(request.messages),
+    def render(body: bytes) -> str:
+        request = requests.decode(body)
+        return template.render(
+            messages.prepare(request.messages),
             tools=request.tools,
             response_format=request.response_format,
             add_generation_prompt=request.add_generation_prompt,
@@ -208,6 +160,19 @@ class _Renderer:
             kwargs=request.kwargs,
         )
 
+    return render
+
+
+def _explain(error: Exception) -> str:
+    match error:
+        case TemplateError():
+            return str(error)
+        case MemoryError():
+            return "the chat template needs too much memory for these messages"
+        case frames.FrameError():
+            return f"the chat template makes more than {frames.MAX_FRAME_BYTES} bytes of these messages"
+    return f"the chat template cannot render these messages ({type(error).__name__})"
+
 
 if __name__ == "__main__":
-    serve_requests(_Renderer().handle, _MAX_MEMORY_BYTES)
+    serve_requests(_make_renderer, _explain, _MAX_MEMORY_BYTES)

@@ -26,10 +26,6 @@ def trace_context(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in found.items() if _VALUE.fullmatch(value)}
 
 
-class TracingUnavailable(ValueError):
-    """The packages that traces need are not installed."""
-
-
 def make_tracer(endpoint: str | None, service: str, attributes: Attributes) -> "Tracer | None":
     """Returns a `Tracer`, or None without an endpoint, or where OTEL_SDK_DISABLED says so; raises as `Tracer`."""
     is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
@@ -41,7 +37,7 @@ class Tracer:
 
     `service` and `attributes` name this process; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence. The
     SDK's OTEL_TRACES_SAMPLER* hold, and so do OTLP's variables for headers, timeout, compression and certificates.
-    Raises TracingUnavailable, and ValueError for a variable that cannot be used.
+    Raises ValueError for a variable that cannot be used, and where the packages that traces need are not installed.
     """
 
     def __init__(self, endpoint: str, service: str, attributes: Attributes) -> None:
@@ -52,7 +48,7 @@ class Tracer:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
             from opentelemetry.util.re import parse_env_headers
         except ImportError as error:
-            raise TracingUnavailable(
+            raise ValueError(
                 f"otlp_traces_endpoint: {endpoint!r} needs OpenTelemetry ({error}); install it with "
                 "pip install 'dsv3[otel]', or leave the option out"
             ) from None
@@ -84,12 +80,7 @@ class Tracer:
             sampled.decision.is_sampled() | (sender.trace_flags & _IS_RANDOM),
             sampled.trace_state.to_header() if sampled.trace_state else "",
         )
-        return RequestTrace(self, found, sampled.attributes)
-
-    def send(self, whole: Span, context: TraceContext, error: str | None) -> None:
-        """Queues an ended trace."""
-        offset_ns = time.time_ns() - time.monotonic_ns()  # now: Unix time may have been set
-        self._sender.add(encode_trace(whole, context, offset_ns, error))
+        return RequestTrace(self._sender, found, sampled.attributes)
 
     async def close(self) -> None:
         """Sends what is queued, for at most 2 s."""
@@ -102,8 +93,8 @@ class Tracer:
 class RequestTrace:
     """A request's place in its trace, until `end`; `attributes` are the sampler's."""
 
-    def __init__(self, tracer: Tracer, context: TraceContext, attributes: Attributes) -> None:
-        self._tracer, self._context, self._attributes = tracer, context, attributes
+    def __init__(self, sender: TraceSender, context: TraceContext, attributes: Attributes) -> None:
+        self._sender, self._context, self._attributes = sender, context, attributes
 
     @property
     def is_sampled(self) -> bool:
@@ -127,7 +118,8 @@ class RequestTrace:
         if self.is_sampled:
             if self._attributes:
                 whole = whole._replace(attributes={**self._attributes, **whole.attributes})
-            self._tracer.send(whole, self._context, error)
+            offset_ns = time.time_ns() - time.monotonic_ns()  # now: Unix time may have been set
+            self._sender.add(encode_trace(whole, self._context, offset_ns, error))
 
 
 def _variable(name: str) -> tuple[str, str]:

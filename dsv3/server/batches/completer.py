@@ -63,16 +63,13 @@ class ServiceCompleter:
 
     @property
     def concurrency(self) -> int:
-        """Lines in flight: twice what the engine runs, so that one waits for each that ends."""
+        """Lines in flight: twice what the engine runs, so that one waits for each that ends; 1 before it is ready."""
         info = self._service.engine.info
-        assert info is not None  # the engine is ready
-        return 2 * info.max_num_seqs
+        return 1 if info is None else 2 * info.max_num_seqs
 
     async def complete(self, url: str, body: bytes) -> Reply:
         """See `Completer`; raises BatchError when the engine has stopped."""
         try:
-            if _stream_field.decode(body).stream:
-                raise invalid("stream: not available in a batch; leave it out", "stream", "unsupported_parameter")
             async with self._permits:
                 return await self._answer(url, body)
         except ApiError as error:
@@ -96,19 +93,25 @@ class ServiceCompleter:
             seconds = min(2 * seconds, longest)
 
     async def _try(self, url: str, body: bytes) -> Reply:
+        timeline, prepared = begin_timeline(self._service), None
         try:
+            if _stream_field.decode(body).stream:
+                raise invalid("stream: not available in a batch; leave it out", "stream", "unsupported_parameter")
             async with self._preparing:
                 handler = KINDS[url](self._service, body, self._tenant)
-                handler.min_priority, handler.timeline = self._min_priority, begin_timeline(self._service)
+                handler.min_priority, handler.timeline = self._min_priority, timeline
                 await handler.prepare()
+            prepared = handler
             whole = await handler.whole()
-            end_trace(self._service, handler.timeline, handler, 200)
-            return Reply(200, handler.id, msgspec.Raw(whole), handler.usage.completion_tokens)
-        except ApiError:
-            raise
-        except Exception:
-            _log.exception("%s: a line failed", url)
-            raise internal() from None
+        except Exception as caught:
+            if not isinstance(caught, ApiError):
+                _log.exception("%s: a line failed", url)
+            error = caught if isinstance(caught, ApiError) else internal()
+            if error.status != 503:  # after which the line is tried again
+                end_trace(self._service, timeline, prepared, error.status)
+            raise error from None
+        end_trace(self._service, timeline, handler, 200)
+        return Reply(200, handler.id, msgspec.Raw(whole), handler.usage.completion_tokens)
 
     async def _check_engine(self) -> None:
         """Raises BatchError if the engine is down: the failure was not the line's own."""

@@ -94,7 +94,7 @@ class Runner:
     async def run(self) -> None:
         """Polls for open batches; when cancelled, it aborts the lines in flight."""
         await self._service.engine.settled.wait()
-        self._permits = asyncio.Semaphore(self._max_lines())
+        self._permits = asyncio.Semaphore(ServiceCompleter(self._service).concurrency)
         try:
             while self._service.status in ("ok", "restarting"):
                 pause_s = _POLL_S
@@ -120,11 +120,6 @@ class Runner:
         """Returns the model's identity, computed once: files that change later are not being served."""
         self._store.mark_open()
         return model_identity(self._model_dir, self._service.config.model_names[0])
-
-    def _max_lines(self) -> int:
-        """Returns the limit on lines in flight: those that run, and as many that wait for a batch slot."""
-        info = self._service.engine.info
-        return 1 if info is None else 2 * info.max_num_seqs
 
     async def _sweep(self) -> None:
         """Deletes unfinished files of killed API servers, once a minute."""

@@ -28,12 +28,12 @@ import msgspec
 
 from dsv3.batch.formats import open_private
 from dsv3.files import sync
+from dsv3.server.protocol.errors import ApiError
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
 WINDOW_S = 24 * 3600
-MAX_METADATA = 16
 
 
 class FileObject(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,33 +123,27 @@ _ABANDONED_S = 600.0
 _log = logging.getLogger("dsv3.batches")
 
 
-class StoreError(Exception):
-    """A refused operation; `code` is for programs, the message for people."""
-
-    def __init__(self, code: str, message: str):
-        super().__init__(message)
-        self.code = code
-
-
-class NotFound(StoreError):
-    """The tenant has no file or batch of that id."""
+class NotFound(ApiError):
+    """404: the tenant has no file or batch of that id."""
 
     def __init__(self, what: str):
-        super().__init__("not_found", f"there is no such {what}")
+        super().__init__(404, f"there is no such {what}", code="not_found")
 
 
-class Conflict(StoreError):
-    """The state of the file or batch does not allow it."""
+def _conflict(code: str, message: str) -> ApiError:
+    """409: the state of the file or batch does not allow it."""
+    return ApiError(409, message, code=code)
 
 
-class TooMany(StoreError):
-    """A limit of the tenant is reached."""
+def _too_many(code: str, message: str) -> ApiError:
+    """429: a limit of the tenant is reached."""
+    return ApiError(429, message, kind="rate_limit_error", code=code)
 
 
 class BatchStore:
     """Files and batches below `directory`; the tenant's name is "" on a server without API keys.
 
-    `now` returns the Unix time in seconds. Raises OSError where the directory cannot be made.
+    `now` returns the Unix time in seconds. Raises OSError where the directory cannot be made, and ApiError for clients.
     """
 
     def __init__(self, directory: Path, now: Callable[[], float] = time.time):
@@ -177,13 +171,13 @@ class BatchStore:
             os.close(descriptor)
 
     def new_upload(self, tenant: str) -> Path:
-        """Returns a path for an upload; raises TooMany at a limit of the tenant."""
+        """Returns a path for an upload; raises ApiError 429 at a limit of the tenant."""
         files = self.files(tenant)
         if len(files) >= MAX_FILES:
-            raise TooMany("too_many_files", f"there are {len(files)} files, at most {MAX_FILES}; delete some first")
+            raise _too_many("too_many_files", f"there are {len(files)} files, at most {MAX_FILES}; delete some first")
         if (total := sum(file.bytes for file in files)) >= MAX_TENANT_BYTES:
             text = f"the files have {total} bytes, at most {MAX_TENANT_BYTES}; delete some first"
-            raise TooMany("too_many_bytes", text)
+            raise _too_many("too_many_bytes", text)
         return self._folder(tenant, "files") / f"{secrets.token_hex(12)}.part"
 
     def file(self, tenant: str, file_id: str) -> FileObject:
@@ -204,22 +198,22 @@ class BatchStore:
         return sorted((each for each in found if each is not None), key=lambda f: (-f.created_at, f.id))
 
     def delete_file(self, tenant: str, file_id: str) -> None:
-        """Deletes a file; raises NotFound, and Conflict where a batch that has not ended reads it."""
+        """Deletes a file; raises NotFound, and ApiError 409 where a batch that has not ended reads it."""
         self.file(tenant, file_id)
         for batch in self.batches(tenant):
             if batch.status not in ENDED and batch.input_file_id == file_id:
-                raise Conflict("file_in_use", f"the batch {batch.id} reads this file; cancel it first")
+                raise _conflict("file_in_use", f"the batch {batch.id} reads this file; cancel it first")
         for suffix in (".json", ""):
             self._path(tenant, "files", file_id, suffix).unlink(missing_ok=True)
 
     def create_batch(self, tenant: str, make: Callable[[str, int], Batch]) -> Batch:
-        """Stores the batch that `make` returns for an id and the time; raises TooMany.
+        """Stores the batch that `make` returns for an id and the time; raises ApiError 429.
 
         The entry in open/ is written first, so that a kill leaves no batch that never runs.
         """
         batches = self.batches(tenant)
         if (count := sum(batch.status not in ENDED for batch in batches)) >= MAX_OPEN_BATCHES:
-            raise TooMany("too_many_batches", f"{count} batches have not ended, at most {MAX_OPEN_BATCHES}")
+            raise _too_many("too_many_batches", f"{count} batches have not ended, at most {MAX_OPEN_BATCHES}")
         for old in [batch for batch in batches if batch.status in ENDED][MAX_BATCHES - MAX_OPEN_BATCHES :]:
             self.drop_answers(tenant, old.id)
             self._path(tenant, "batches", old.id, ".json").unlink(missing_ok=True)
@@ -250,12 +244,12 @@ class BatchStore:
         _write(self._path(tenant, "batches", record.batch.id, ".json"), msgspec.json.encode(record))
 
     def cancel(self, tenant: str, batch_id: str) -> Batch:
-        """Cancels a batch; raises NotFound, and Conflict for one that is finalizing or has ended."""
+        """Cancels a batch; raises NotFound, and ApiError 409 for one that is finalizing or has ended."""
         batch = self.batch(tenant, batch_id)
         if batch.status == "cancelling":
             return batch
         if batch.status not in ("validating", "in_progress"):
-            raise Conflict("batch_not_cancellable", f"the batch is {batch.status}")
+            raise _conflict("batch_not_cancellable", f"the batch is {batch.status}")
         _write(self.directory / "cancel" / batch_id, str(self.now()).encode())
         return self.batch(tenant, batch_id)
 

@@ -150,10 +150,6 @@ class ApiServerConnections:
         for api_server in list(self._api_servers.values()):
             api_server.send(message)
 
-    def start_heartbeat(self) -> None:
-        """Starts to broadcast `EngineHeartbeat` once per second."""
-        self.loop.call_soon_threadsafe(self._heartbeat)
-
     def send_to_server_0(self, message: messages.FromEngine) -> None:
         """Sends a message to API server 0, if it is connected."""
         if (first := self._api_servers.get(FIRST_SENDER)) is not None:
@@ -212,6 +208,7 @@ class ApiServerConnections:
                 self._on_stop()
             case messages.Start() if api_server.sender == FIRST_SENDER:
                 self._starts.put(message)
+                self._heartbeat()
 
     def on_disconnect(self, api_server: ApiServerConnection) -> None:
         if api_server.sender == FIRST_SENDER:
@@ -233,6 +230,7 @@ class ApiServerConnections:
         self._server = await self.loop.create_unix_server(lambda: ApiServerConnection(self), sock=listener)
 
     def _heartbeat(self) -> None:
+        """Broadcasts `EngineHeartbeat`, now and once per second."""
         self.broadcast(messages.EngineHeartbeat())
         self.loop.call_later(_HEARTBEAT_S, self._heartbeat)
 

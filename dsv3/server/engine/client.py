@@ -11,14 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from dsv3.engine.operations import OperatedState, Operation, OperationRefused
-from dsv3.engine.step_log import EngineSnapshot, StepRecord
 from dsv3.processes import frames
-from dsv3.scheduler.listing import RequestList
 from dsv3.scheduler.request import EngineOutput, PreparedRequest, first_id
 from dsv3.server.engine import messages
 from dsv3.server.engine.in_flight import InFlightRequest, InFlightRequests, RequestStream
@@ -67,8 +65,7 @@ class EngineClient:
 
     - `on_stats`: the engine's statistics, about ten times per second.
     - `on_progress`: progress of an engine's start. `on_ready`: the engine accepts requests.
-    - `on_inspection`: the reply to `inspect`. `on_dropped`: the engine has dropped another API server.
-    - `on_resumed`: a sequence resumes in another engine.
+    - `on_dropped`: the engine has dropped another API server. `on_resumed`: a sequence resumes in another engine.
     - `on_loss`, `on_silence`: the connection has ended, or a watchdog has expired; with the reason. They call either
       `suspend`, and later `connect`, or `fail`, which is the default.
     - `on_failure`: `fail` was called; no engine will follow.
@@ -91,7 +88,6 @@ class EngineClient:
         self.max_restarts = max_restarts
         self.on_stats: Callable[[messages.Stats], None] = lambda _: None
         self.on_progress: Callable[[messages.StartProgress], None] = lambda _: None
-        self.on_inspection: Callable[[EngineSnapshot | RequestList | list[StepRecord]], None] = lambda _: None
         self.on_dropped: Callable[[messages.ApiServerDropped], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_resumed: Callable[[], None] = lambda: None
@@ -117,8 +113,8 @@ class EngineClient:
         self._watching: asyncio.Task[None] | None = None
         self._sending: asyncio.Task[None] | None = None
         self._is_first = self._must_flush = False
-        self._operations: dict[int, asyncio.Future[None]] = {}  # that the engine executes, by number
-        self._num_operations = 0
+        self._calls: dict[int, asyncio.Future[Any]] = {}  # that the engine has not replied to, by number
+        self._num_calls = 0
 
     @property
     def members(self) -> "Sequence[EngineClient]":
@@ -128,7 +124,7 @@ class EngineClient:
     @property
     def num_in_flight(self) -> int:
         """Unfinished sequences of this API server."""
-        return len(self._in_flight)
+        return len(self._in_flight.by_id)
 
     @property
     def capacity(self) -> int:
@@ -214,42 +210,46 @@ class EngineClient:
         if self.state == "ready":
             self._send(messages.Flush())
 
-    def inspect(self, what: Literal["snapshot", "requests", "start_profile", "stop_profile"]) -> None:
-        """Requests a snapshot or a list, or starts or stops a profile; the reply goes to `on_inspection`."""
-        if self.state == "ready":
-            self._send(messages.Inspect(what))
+    async def inspect(self, what: messages.Inspection) -> Any:
+        """Returns an `EngineSnapshot` or a `RequestList`; or starts or stops a profile, and returns its steps.
+
+        Raises EngineUnavailable where there is no engine, or it ends before it replies.
+        """
+        return await self._call(lambda number: messages.Inspect(number, what))
 
     async def operate(self, operation: Operation) -> None:
         """Sends the engine an operation, and waits until it is executed.
 
-        Raises OperationRefused or OperationFailed with the engine's message, EngineUnavailable where there is no
-        engine, or it ends before.
+        Raises OperationRefused or OperationFailed with the engine's message, EngineUnavailable as `inspect`.
         """
+        await self._call(lambda number: messages.OperateEngine(number, operation))
+
+    async def _call(self, make_message: Callable[[int], messages.Inspect | messages.OperateEngine]) -> Any:
         if self.state != "ready":
             raise EngineUnavailable(self.reason)
-        self._num_operations += 1
-        number, done = self._num_operations, asyncio.get_running_loop().create_future()
-        self._operations[number] = done
-        self._send(messages.OperateEngine(number, operation))
+        self._num_calls += 1
+        number, reply = self._num_calls, asyncio.get_running_loop().create_future()
+        self._calls[number] = reply
+        self._send(make_message(number))
         try:
-            await done
+            return await reply
         finally:
-            self._operations.pop(number, None)
+            self._calls.pop(number, None)
 
-    def _on_operation_done(self, message: messages.OperationDone) -> None:
-        done = self._operations.pop(message.number, None)
-        if done is None or done.done():
+    def _on_reply(self, message: messages.EngineReply) -> None:
+        reply = self._calls.pop(message.number, None)
+        if reply is None or reply.done():
             return  # the client has gone
         if not message.error:
-            done.set_result(None)
+            reply.set_result(message.found)
         else:
-            done.set_exception((OperationRefused if message.refused else OperationFailed)(message.error))
+            reply.set_exception((OperationRefused if message.refused else OperationFailed)(message.error))
 
-    def _fail_operations(self, reason: str) -> None:
-        while self._operations:
-            _, done = self._operations.popitem()
-            if not done.done():
-                done.set_exception(EngineUnavailable(reason))
+    def _fail_calls(self, reason: str) -> None:
+        while self._calls:
+            _, reply = self._calls.popitem()
+            if not reply.done():
+                reply.set_exception(EngineUnavailable(reason))
 
     def abort_all(self, error: Exception) -> None:
         """Aborts every request and fails its stream with `error`."""
@@ -264,7 +264,7 @@ class EngineClient:
         """Moves the requests that wait for this engine, which is dead, to clients whose engines are ready."""
         self._in_flight.move_waiting_to([other._in_flight for other in others])
         for other in others:
-            if other._sending is None and (other._in_flight.waiting or other._in_flight.has_unsent):
+            if other._sending is None and (other._in_flight.waiting or other._in_flight.unsent):
                 other._sending = asyncio.create_task(other._resend_all())
 
     def suspend(self, reason: str) -> None:
@@ -276,7 +276,7 @@ class EngineClient:
         if self.state not in ("ready", "restarting"):
             return
         self.state, self.reason = "restarting", f"{reason}; it is being restarted"
-        self._fail_operations(reason)
+        self._fail_calls(reason)
         self.stats = {}
         self.on_stats(self.stats)
         for sequence, error in self._in_flight.on_engine_death():
@@ -308,7 +308,7 @@ class EngineClient:
 
     def _end(self) -> None:
         self._disconnect()
-        self._fail_operations(self.reason)
+        self._fail_calls(self.reason)
         self.ended.set()
         self.settled.set()
 
@@ -376,12 +376,6 @@ class EngineClient:
                 self._on_engine_info(message)
             case messages.LockGranted():
                 self._send_next_quarantined()
-            case messages.SnapshotReply():
-                self.on_inspection(message.snapshot)
-            case messages.ProfileReply():
-                self.on_inspection(message.steps)
-            case RequestList():
-                self.on_inspection(message)
             case messages.ApiServerDropped():
                 self.on_dropped(message)
             case messages.DrainServer():
@@ -389,8 +383,8 @@ class EngineClient:
                 self.drain_requested.set()
             case OperatedState():
                 self.info = None if self.info is None else self.info.with_state(message)
-            case messages.OperationDone():
-                self._on_operation_done(message)
+            case messages.EngineReply():
+                self._on_reply(message)
             case messages.EngineFailure():
                 self._failure = message.reason
 
@@ -573,5 +567,4 @@ def _add_messages(requests: Sequence[PreparedRequest]) -> Iterator[messages.Add]
 
 def _num_in_engine(stats: messages.Stats) -> float:
     """Returns the engine's running and waiting sequences, of all API servers."""
-    numbers = (stats.get(name, 0) for name in ("running", "waiting"))
-    return sum(number for number in numbers if isinstance(number, int | float))
+    return messages.number_in(stats, "running") + messages.number_in(stats, "waiting")

@@ -7,6 +7,7 @@ its sequences at once, behind the tokens received, as the next engine would.
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from dsv3.scheduler.request import PreparedRequest
 from dsv3.scheduler.sent_pages import SentPages
 from dsv3.server.engine.client import EngineBusy, EngineClient, EngineUnavailable
 from dsv3.server.engine.in_flight import RequestStream
-from dsv3.server.engine.messages import EngineInfo, StartProgress, Stats
+from dsv3.server.engine.messages import EngineInfo, Inspection, StartProgress, Stats, number_in
 
 
 class DataParallelClient(EngineClient):
@@ -37,18 +38,15 @@ class DataParallelClient(EngineClient):
             member.on_change = partial(self._on_change, i)
             member.on_stats = lambda _: self._on_stats()
             member.on_progress = partial(self._on_progress, i)
-            member.on_inspection = lambda seen: self.on_inspection(seen)
             member.on_dropped = lambda dropped: self.on_dropped(dropped)
             member.on_resumed = lambda: self.on_resumed()
 
     @property
     def members(self) -> Sequence[EngineClient]:
-        """The clients of single engines."""
         return self._members
 
     @property
     def num_in_flight(self) -> int:
-        """Unfinished sequences of this API server."""
         return sum(member.num_in_flight for member in self._members)
 
     @property
@@ -67,10 +65,7 @@ class DataParallelClient(EngineClient):
             raise EngineBusy("the queue is full")
 
     def submit(self, requests: Sequence[PreparedRequest], streams: Sequence[RequestStream]) -> None:
-        """Sends requests that belong together to one engine; the `rank` of the first names it, if it is ready.
-
-        Raises EngineBusy and EngineUnavailable as `EngineClient.submit`.
-        """
+        """Sends requests that belong together to one engine; the `rank` of the first names it, if it is ready."""
         if self.state not in ("ready", "restarting"):
             raise EngineUnavailable(self.reason)
         self.require_capacity(len(streams))
@@ -80,12 +75,10 @@ class DataParallelClient(EngineClient):
         self._members[chosen].submit(requests, streams)
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Aborts requests, whose streams get no more calls; finished ones are ignored."""
         for member in self._members:
             member.abort(request_ids)
 
     def abort_all(self, error: Exception) -> None:
-        """Aborts every request and fails its stream with `error`."""
         super().abort_all(error)
         for member in self._members:
             member.abort_all(error)
@@ -95,9 +88,10 @@ class DataParallelClient(EngineClient):
         for member in self._members:
             member.flush()
 
-    def inspect(self, what) -> None:
-        """Requests a snapshot of the first engine that is ready, or starts or stops its profile."""
-        next((member for member in self._members if member.state == "ready"), self._members[0]).inspect(what)
+    async def inspect(self, what: Inspection) -> Any:
+        """Inspects the first engine that is ready; raises EngineUnavailable without one."""
+        member = next((member for member in self._members if member.state == "ready"), self._members[0])
+        return await member.inspect(what)
 
     async def operate(self, operation: Operation) -> None:
         """Raises OperationRefused: an engine that restarts would not have what the operation changed."""
@@ -139,17 +133,13 @@ class DataParallelClient(EngineClient):
         if request.rank in candidates:
             return request.rank
         members, keys = [self._members[i] for i in candidates], request.prefix_keys
-        page_size, tokens = self._page_size, len(request.tokens) // 4
+        assert self.info is not None
+        page_size, tokens = self.info.rules.page_size, len(request.tokens) // 4
         found = [min(self._sent[i].overlap(keys) * page_size, tokens - 1) for i in candidates]
         own = np.array([prefill_cost(start, tokens) for start in found])
-        cached = np.array([_number(member.stats, "pages_in_use") * page_size for member in members])
+        cached = np.array([number_in(member.stats, "pages_in_use") * page_size for member in members])
         requests = np.array([member.num_in_engine for member in members])
         return candidates[int(np.argmin(costs(Loads(np.zeros(len(own)), cached, requests), own, tokens)))]
-
-    @property
-    def _page_size(self) -> int:
-        assert self.info is not None
-        return self.info.rules.page_size
 
     def _on_change(self, index: int) -> None:
         """Moves requests of dead engines to those that are ready, and updates the state of all together."""
@@ -207,11 +197,6 @@ def _total(parts: Sequence[Stats]) -> Stats:
 
 
 _SHARES = frozenset({"cache_usage"})
-
-
-def _number(stats: Stats, name: str) -> float:
-    value = stats.get(name, 0)
-    return value if isinstance(value, int | float) else 0.0
 
 
 def device_environments(engines: int, per_engine: int) -> list[Mapping[str, str] | None]:

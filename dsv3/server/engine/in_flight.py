@@ -87,10 +87,7 @@ class InFlightRequests:
         self.in_quarantine: int | None = None
         self._max_restarts = max_restarts
         # New requests that must be added together, with the ids of their sequences: by each id that is unfinished.
-        self._unsent: dict[int, tuple[Sequence[PreparedRequest], Sequence[int]]] = {}
-
-    def __len__(self) -> int:
-        return len(self.by_id)
+        self.unsent: dict[int, tuple[Sequence[PreparedRequest], Sequence[int]]] = {}
 
     def add(self, requests: Sequence[PreparedRequest], streams: Sequence[RequestStream]) -> list[int]:
         """Registers the sequences of new requests, with a stream for each; returns their ids."""
@@ -103,29 +100,24 @@ class InFlightRequests:
 
     def defer(self, requests: Sequence[PreparedRequest], ids: Sequence[int]) -> None:
         """Stores new requests, whose sequences have the given ids, until an engine is ready."""
-        self._unsent.update(dict.fromkeys(ids, (requests, ids)))
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether new requests are deferred."""
-        return bool(self._unsent)
+        self.unsent.update(dict.fromkeys(ids, (requests, ids)))
 
     def pop_unsent(self, rules: RequestRules) -> Iterator[tuple[list[PreparedRequest], Sequence[int]]]:
         """Removes and yields deferred requests that are unfinished, with the ids of their sequences.
 
         Requests that were submitted together stay together: the engine accepts all of them or none.
         """
-        while self._unsent:
-            for request_id in list(self._unsent):
-                if (new := self._unsent.get(request_id)) is not None:  # else yielded with an earlier id, or finished
+        while self.unsent:
+            for request_id in list(self.unsent):
+                if (new := self.unsent.get(request_id)) is not None:  # else yielded with an earlier id, or finished
                     requests, ids = new
                     for i in ids:
-                        self._unsent.pop(i, None)
+                        self.unsent.pop(i, None)
                     yield [_without_lost_rank(request, rules) for request in requests], ids
 
     def pop(self, request_id: int) -> InFlightRequest | None:
         """Removes a sequence and returns it; None if it has ended."""
-        self._unsent.pop(request_id, None)  # the last id of requests that belong together releases their prompts
+        self.unsent.pop(request_id, None)  # the last id of requests that belong together releases their prompts
         return self.by_id.pop(request_id, None)
 
     def move_waiting_to(self, others: "Sequence[InFlightRequests]") -> None:
@@ -135,10 +127,10 @@ class InFlightRequests:
             other.by_id[request_id] = sequence
             other.waiting.append(request_id)
             del self.by_id[request_id]
-        for request_id, new in self._unsent.items():  # those that belong together stay together
+        for request_id, new in self.unsent.items():  # those that belong together stay together
             others[0].by_id[request_id] = self.by_id.pop(request_id)
-            others[0]._unsent[request_id] = new
-        self._unsent.clear()
+            others[0].unsent[request_id] = new
+        self.unsent.clear()
 
     def on_engine_death(self) -> list[tuple[InFlightRequest, EngineDied]]:
         """Updates all sequences after an engine's death; returns those that are not retried, each with its error.

@@ -16,6 +16,9 @@ FIRST_SENDER = 0
 """Sender of API server 0, which starts the engine process; the engine process ends with it."""
 
 
+Inspection = Literal["snapshot", "requests", "start_profile", "stop_profile"]
+
+
 class Start(msgspec.Struct, frozen=True, tag=True):
     """First message of API server 0; `factory` is "module:function" of `factory(start, host)`.
 
@@ -59,13 +62,14 @@ class Flush(msgspec.Struct, frozen=True, tag=True):
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True):
-    """Send a `SnapshotReply` or a `RequestList`; or start or stop a profile and send a `ProfileReply`."""
+    """Send an `EngineReply` with a snapshot, a list of requests, or the steps of a profile that this stops."""
 
-    what: Literal["snapshot", "requests", "start_profile", "stop_profile"]
+    number: int
+    what: Inspection
 
 
 class OperateEngine(msgspec.Struct, frozen=True, tag=True):
-    """Execute an operation, and send an `OperationDone` with this number."""
+    """Execute an operation, and send an `EngineReply`."""
 
     number: int
     operation: Operation
@@ -134,6 +138,12 @@ Stats = dict[str, float | list[float]]
 """The engine's statistics by field name; a list has a number per histogram bucket, draft position or layer."""
 
 
+def number_in(stats: Stats, name: str, default: float = 0.0) -> float:
+    """Returns a number of the statistics; `default` where they do not have it."""
+    value = stats.get(name)
+    return float(value) if isinstance(value, int | float) else default
+
+
 class Outputs(msgspec.Struct, frozen=True, tag=True):
     """Outputs of one step: `StepOutputs` with its columns joined, little endian.
 
@@ -183,25 +193,14 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class SnapshotReply(msgspec.Struct, frozen=True, tag=True):
-    """Reply to `Inspect("snapshot")`."""
+class EngineReply(msgspec.Struct, frozen=True, tag=True):
+    """The end of the `Inspect` or `OperateEngine` of this number; `error` says why it failed, "" if it did not.
 
-    snapshot: EngineSnapshot
-
-
-class ProfileReply(msgspec.Struct, frozen=True, tag=True):
-    """Reply to `Inspect`: the steps of the profile that was stopped; empty if one was started."""
-
-    steps: list[StepRecord]
-
-
-class OperationDone(msgspec.Struct, frozen=True, tag=True):
-    """The operation of this number has ended; `error` says why it failed, "" if it did not.
-
-    A `refused` operation has changed nothing. All API servers have got the new `OperatedState` before.
+    A `refused` operation has changed nothing. All API servers have got the new `OperatedState` before its reply.
     """
 
     number: int
+    found: EngineSnapshot | RequestList | list[StepRecord] | None = None
     error: str = ""
     refused: bool = False
 
@@ -234,11 +233,8 @@ FromEngine = (
     | Rejected
     | LockGranted
     | EngineHeartbeat
-    | SnapshotReply
-    | RequestList
-    | ProfileReply
     | OperatedState
-    | OperationDone
+    | EngineReply
     | EngineFailure
 )
 

@@ -23,7 +23,7 @@ import msgspec
 
 from dsv3.engine.errors import public_text
 from dsv3.engine.operations import OperatedState, Operation, OperationRefused
-from dsv3.engine.step_log import EngineSnapshot, StepLog
+from dsv3.engine.step_log import EngineSnapshot, StepLog, StepRecord
 from dsv3.logs import configure_logging
 from dsv3.processes.child import link_to_parent
 from dsv3.scheduler.listing import RequestList
@@ -83,7 +83,7 @@ class RequestReceiver:
             elif isinstance(message, messages.Flush):
                 self._engine.flush()
             elif isinstance(message, messages.Inspect):
-                api_server.send(inspect(self._engine, message))
+                api_server.send(messages.EngineReply(message.number, inspect(self._engine, message.what)))
             elif isinstance(message, messages.OperateEngine):
                 self._operate(api_server, message)
             else:
@@ -99,7 +99,8 @@ class RequestReceiver:
             error = future.exception()
             self._api_servers.announce_state(self._engine.state)
             text = "" if error is None else str(error)
-            api_server.send(messages.OperationDone(message.number, text, isinstance(error, OperationRefused)))
+            refused = isinstance(error, OperationRefused)
+            api_server.send(messages.EngineReply(message.number, error=text, refused=refused))
 
         self._engine.operate(message.operation, lambda: announce_step(self._api_servers)).add_done_callback(report)
 
@@ -156,17 +157,17 @@ class RequestReceiver:
             self._api_servers.remove(api_server)
 
 
-def inspect(
-    engine: EngineLike, message: messages.Inspect
-) -> messages.SnapshotReply | RequestList | messages.ProfileReply:
-    if message.what == "requests":
-        return engine.requests()
-    if message.what == "snapshot":
-        return messages.SnapshotReply(engine.snapshot())
-    if message.what == "start_profile":
-        engine.log.start_profile()
-        return messages.ProfileReply([])
-    return messages.ProfileReply(engine.log.stop_profile())
+def inspect(engine: EngineLike, what: messages.Inspection) -> EngineSnapshot | RequestList | list[StepRecord]:
+    match what:
+        case "requests":
+            return engine.requests()
+        case "snapshot":
+            return engine.snapshot()
+        case "start_profile":
+            engine.log.start_profile()
+            return []
+        case "stop_profile":
+            return engine.log.stop_profile()
 
 
 _STATS_S = 0.1  # between two frames with statistics, which cost more than a step's columns
@@ -184,7 +185,8 @@ class EngineHost:
     def __init__(self, link: socket.socket, listener: socket.socket):
         self._on_exit: list[Callable[[str | None], None]] = []
         self._failing = threading.Lock()
-        self.api_servers = ApiServerConnections(link, listener, self._stop, self._on_server_0_lost)
+        lost = "API server 0 of the leader has ended"
+        self.api_servers = ApiServerConnections(link, listener, lambda: self.exit(0, None), lambda: self.exit(0, lost))
 
     def progress(self, text: str, done: int = 0, total: int = 0) -> None:
         self.api_servers.send_to_server_0(messages.StartProgress(text, done, total))
@@ -212,12 +214,6 @@ class EngineHost:
         self.api_servers.close()
         os._exit(1)
 
-    def _stop(self) -> NoReturn:
-        self.exit(0, None)
-
-    def _on_server_0_lost(self) -> NoReturn:
-        self.exit(0, "API server 0 of the leader has ended")
-
 
 def main(listener: int, imports: Sequence[str]) -> NoReturn:
     """Runs an engine for API server 0, and for those that connect to the socket with the descriptor `listener`.
@@ -232,7 +228,6 @@ def main(listener: int, imports: Sequence[str]) -> NoReturn:
         importlib.import_module(module)
     try:
         start = host.api_servers.start()
-        host.api_servers.start_heartbeat()
         module, _, factory = start.factory.partition(":")
         engine, info = getattr(importlib.import_module(module), factory)(start, host)
         host.api_servers.announce(info)
@@ -274,9 +269,9 @@ def announce_step(api_servers: ApiServerConnections) -> None:
 def numeric_stats(stats: Any) -> messages.Stats:
     """Returns the numbers and histograms of `EngineStats`; those of a kind of work as `KIND_NAME`."""
     fields = msgspec.to_builtins(stats)
-    flat = dict(_flatten("", fields | fields.pop("jobs", {})))
-    numbers = {name: value for name, value in flat.items() if isinstance(value, int | float)}
-    return numbers | {name: list(value) for name, value in flat.items() if isinstance(value, tuple | list)}
+    flat = _flatten("", fields | fields.pop("jobs", {}))
+    found = ((name, list(value) if isinstance(value, tuple) else value) for name, value in flat)
+    return {name: value for name, value in found if isinstance(value, int | float | list)}
 
 
 def _flatten(prefix: str, record: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -82,7 +82,7 @@ class EngineSupervisor:
         self._is_dead = False
         self._starting: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
-        engine.on_loss = engine.on_silence = self._on_loss
+        engine.on_loss = engine.on_silence = lambda reason: self.engine_lost(self.number, reason)
         engine.on_ready = self._on_ready
 
     async def connect(self) -> None:
@@ -129,9 +129,6 @@ class EngineSupervisor:
         self._scratch.cleanup()
         if self._engine.state == "failed":
             _log.error("%s (engine process %d, exit status %s)", self._engine.reason, self._process.pid, status)
-
-    def _on_loss(self, reason: str) -> None:
-        self.engine_lost(self.number, reason)
 
     async def _restart(self, reason: str, policy: RestartPolicy) -> None:
         try:

@@ -9,11 +9,13 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dsv3.server.batches.runner import running_batches
 from dsv3.server.config import ServerConfig
+from dsv3.server.engine.messages import EngineFailure, number_in
+from dsv3.server.http import messages
 from dsv3.server.http.api_server_processes import ApiServerProcesses
 from dsv3.server.http.http_server import HttpServer
 from dsv3.server.http.serving import drain, serving, wait_for_any
@@ -42,7 +44,7 @@ class Throughput:
         before, self._before = self._before, totals
         added = {name: value - before[name] for name, value in totals.items()}
         stats = self._metrics.stats
-        running, waiting = _number(stats, "running"), _number(stats, "waiting")
+        running, waiting = number_in(stats, "running"), number_in(stats, "waiting")
         if not (running or waiting or any(added[name] for name in _TOKEN_COUNTS)):
             return None
         prompt, generated = (added[name] / seconds for name in _TOKEN_COUNTS)
@@ -51,17 +53,13 @@ class Throughput:
         return (
             f"running: {running:.0f} reqs, waiting: {waiting:.0f} reqs, prompt throughput: {prompt:.1f} tokens/s, "
             f"generation throughput: {generated:.1f} tokens/s, "
-            f"KV cache usage: {_number(stats, 'cache_usage'):.1%}{hit_rate}"
+            f"KV cache usage: {number_in(stats, 'cache_usage'):.1%}{hit_rate}"
         )
 
     def _totals(self) -> dict[str, float]:
         counted, stats = self._metrics.counted()[0], self._metrics.stats
-        return {name: counted[name] for name in _TOKEN_COUNTS} | {name: _number(stats, name) for name in _PREFIX_COUNTS}
-
-
-def _number(stats: Mapping[str, object], name: str) -> float:
-    value = stats.get(name, 0)
-    return float(value) if isinstance(value, int | float) else 0.0
+        tokens = {name: counted[name] for name in _TOKEN_COUNTS}
+        return tokens | {name: number_in(stats, name) for name in _PREFIX_COUNTS}
 
 
 _log = logging.getLogger("dsv3.server")
@@ -93,7 +91,11 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
     after `failure_linger_s` (at once if the engine was never ready), so that a process manager can restart it.
     """
     numbers = SharedNumbers(NUM_NUMBERS, config.options.api_server_count)
-    registrar = _make_registrar(config, listener.getsockname()[1])
+    registrar = None
+    if config.options.register:
+        from dsv3.server.http.registration import make_registrar  # only then: it imports an HTTP client
+
+        registrar = make_registrar(config, listener.getsockname()[1])
     engine = make_client(config)
     service = await make_service(config, engine, numbers)
     files = config.options.ssl_certfile, config.options.api_key_file
@@ -107,14 +109,13 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
 
             def on_engine_loss(index: int, number: int, reason: str) -> None:
                 service.metrics.add("engine_restarts", 1)
-                api_servers.send_engine_lost(index, number, reason)
+                api_servers.broadcast(messages.EngineLost(index, number, reason))
 
             def on_engine_failure(reason: str) -> None:
-                api_servers.send_engine_failed(reason)
-                for supervisor in supervisors:
-                    supervisor.kill()
+                api_servers.end(EngineFailure(reason))
+                kill_engines(reason)
 
-            engine.on_failure = on_engine_failure
+            kill_engines, engine.on_failure = engine.on_failure, on_engine_failure
             for i, supervisor in enumerate(supervisors):
                 supervisor.on_loss = functools.partial(on_engine_loss, i)
             try:
@@ -126,15 +127,6 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
                 await asyncio.gather(*(supervisor.close() for supervisor in supervisors))
     finally:
         signals.close()
-
-
-def _make_registrar(config: ServerConfig, port: int) -> "Registrar | None":
-    """Returns what registers this server with the routers that the options name, None without routers."""
-    if not config.options.register:
-        return None
-    from dsv3.server.http.registration import make_registrar  # only then: it imports an HTTP client
-
-    return make_registrar(config, port)
 
 
 async def _serve(
@@ -166,7 +158,7 @@ async def _drain(
     config: ServerConfig, service: Service, signals: "_ServerSignals", api_servers: ApiServerProcesses
 ) -> None:
     options = config.options
-    api_servers.drain()
+    api_servers.end(messages.DrainApiServer())
     forwarding = asyncio.create_task(_forward_second_signal(signals, api_servers))
     await asyncio.gather(
         drain(service, signals.second, options, config.notify),
@@ -177,7 +169,7 @@ async def _drain(
 
 async def _forward_second_signal(signals: "_ServerSignals", api_servers: ApiServerProcesses) -> None:
     await signals.second.wait()
-    api_servers.abort()
+    api_servers.end(messages.DrainApiServer(aborts=True))
 
 
 def _reload(config: ServerConfig, service: Service, server: HttpServer, api_servers: ApiServerProcesses) -> None:

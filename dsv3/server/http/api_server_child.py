@@ -18,7 +18,7 @@ from dsv3.processes import frames
 from dsv3.processes.child import link_to_parent
 from dsv3.server.config import FAILURE_LINGER_S, ServerConfig
 from dsv3.server.engine.client import EngineClient
-from dsv3.server.engine.messages import Connect
+from dsv3.server.engine.messages import Connect, EngineFailure
 from dsv3.server.http import messages
 from dsv3.server.http.http_server import HttpServer
 from dsv3.server.http.serving import drain, serving, wait_for_any
@@ -29,7 +29,7 @@ _log = logging.getLogger("dsv3.server")
 
 
 def main(listener: int, numbers: int) -> int:
-    """Serves until API server 0 sends `DrainApiServer` or `AbortApiServer`; returns the exit status."""
+    """Serves until API server 0 sends `DrainApiServer`; returns the exit status."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)  # API server 0 handles signals for all
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
@@ -43,17 +43,7 @@ def main(listener: int, numbers: int) -> int:
 
 async def _run(start: messages.StartApiServer, link: socket.socket, listener: socket.socket, descriptor: int) -> int:
     numbers = SharedNumbers(NUM_NUMBERS, start.options.api_server_count, start.api_server, descriptor)
-    config = ServerConfig(
-        model_dir=Path(start.model_dir),
-        model_names=start.model_names,
-        tenants=start.tenants,
-        options=start.options,
-        engine=start.engine,
-        watchdog_s=start.watchdog_s,
-        template_deadline_s=start.template_deadline_s,
-        deadlines=start.deadlines,
-        notify=lambda line: None,  # API server 0 prints these lines
-    )
+    config = make_config(start)
     engine = make_client(config, start.sender)
     service = await make_service(config, engine, numbers, start.created)
     async with serving(service, config, listener) as server:
@@ -69,6 +59,22 @@ async def _run(start: messages.StartApiServer, link: socket.socket, listener: so
         await drain(service, api_server.abort, start.options, _log.info)
         engine.close()
         return 0
+
+
+def make_config(start: messages.StartApiServer) -> ServerConfig:
+    """Returns the configuration of the server, as far as an API server needs it."""
+    return ServerConfig(
+        model_dir=Path(start.model_dir),
+        model_names=start.model_names,
+        tenants=start.tenants,
+        options=start.options,
+        engine=start.engine,
+        cluster=start.cluster,
+        watchdog_s=start.watchdog_s,
+        template_deadline_s=start.template_deadline_s,
+        deadlines=start.deadlines,
+        notify=lambda line: None,  # API server 0 prints these lines
+    )
 
 
 class _ApiServer:
@@ -94,11 +100,10 @@ class _ApiServer:
 
     def _on_message(self, body: memoryview) -> None:
         match messages.to_api_server.decode(body):
-            case messages.DrainApiServer():
+            case messages.DrainApiServer(aborts):
                 self.drain.set()
-            case messages.AbortApiServer():
-                self.drain.set()
-                self.abort.set()
+                if aborts:
+                    self.abort.set()
             case messages.ReloadApiServer(tenants):
                 self._service.tenants.replace(tenants)
                 self._server.reload()
@@ -106,7 +111,7 @@ class _ApiServer:
                 self._engines[index].connect(number, address)
             case messages.EngineLost(index, number, reason):
                 self._engines[index].on_lost(number, reason)
-            case messages.EngineFailed(reason):
+            case EngineFailure(reason):
                 self.engine_failed.set()
                 self._service.engine.fail(reason)
 
@@ -141,7 +146,7 @@ class _EngineConnection:
         self._connecting = asyncio.create_task(self._engine.connect(address, Connect(self._sender)))
 
     def _on_silence(self, reason: str) -> None:
-        self._send(messages.EngineSilent(self._index, self._number, reason))
+        self._send(messages.EngineLost(self._index, self._number, reason))
         self._on_loss(reason)
 
     def _on_loss(self, reason: str) -> None:

@@ -45,36 +45,31 @@ class ApiServerProcesses:
         on_failure: Callable[[str], None],
     ):
         self._api_servers = [
-            _ApiServerProcess(_start_message(config, number, created), listener, numbers, engines, on_failure)
+            _ApiServerProcess(start_message(config, number, created), listener, numbers, engines, on_failure)
             for number in range(1, config.options.api_server_count)
         ]
         self._running = [asyncio.create_task(api_server.run()) for api_server in self._api_servers]
         for i, engine in enumerate(engines):
-            engine.on_start = functools.partial(self._send_engine_started, i)
+            engine.on_start = functools.partial(self._on_engine_start, i)
 
     async def ready(self) -> None:
         for api_server in self._api_servers:
             await api_server.is_ready.wait()
 
-    def drain(self) -> None:
-        self._end(messages.DrainApiServer())
+    def broadcast(self, message: messages.ToApiServer) -> None:
+        """Sends a message to every API server that runs."""
+        for api_server in self._api_servers:
+            api_server.send(message)
 
-    def abort(self) -> None:
-        """Aborts the requests of every API server and ends it."""
-        self._end(messages.AbortApiServer())
+    def end(self, message: messages.ToApiServer) -> None:
+        """Sends every API server a message after which it ends, or this process does; it is not replaced."""
+        for api_server in self._api_servers:
+            api_server.end(message)
 
     def reload(self, tenants: tuple[Tenant, ...]) -> None:
         """Makes every API server reload the certificate and replace its tenants."""
         for api_server in self._api_servers:
             api_server.reload(tenants)
-
-    def send_engine_failed(self, reason: str) -> None:
-        """Broadcasts that the engine has failed; the API servers end with this process."""
-        self._end(messages.EngineFailed(reason))
-
-    def send_engine_lost(self, index: int, number: int, reason: str) -> None:
-        """Broadcasts that the process `number` of an engine has died and is being restarted."""
-        self._broadcast(messages.EngineLost(index, number, reason))
 
     def drop(self, dropped: ApiServerDropped) -> None:
         """Kills an API server that the engine has disconnected; a new one replaces it."""
@@ -97,16 +92,8 @@ class ApiServerProcesses:
             api_server.kill()
         await asyncio.gather(*self._running, return_exceptions=True)
 
-    def _send_engine_started(self, index: int, number: int, address: str) -> None:
-        self._broadcast(messages.EngineStarted(index, number, address))
-
-    def _broadcast(self, message: messages.ToApiServer) -> None:
-        for api_server in self._api_servers:
-            api_server.send(message)
-
-    def _end(self, message: messages.ToApiServer) -> None:
-        for api_server in self._api_servers:
-            api_server.end(message)
+    def _on_engine_start(self, index: int, number: int, address: str) -> None:
+        self.broadcast(messages.EngineStarted(index, number, address))
 
 
 class _ApiServerProcess:
@@ -158,7 +145,7 @@ class _ApiServerProcess:
 
     def disconnect(self) -> None:
         """Closes the link, on which the process exits at once."""
-        self._end_messages.append(messages.AbortApiServer())
+        self._end_messages.append(messages.DrainApiServer(aborts=True))
         if self._transport is not None:
             self._transport.close()
 
@@ -189,7 +176,7 @@ class _ApiServerProcess:
         match messages.from_api_server.decode(body):
             case messages.ApiServerReady():
                 self.is_ready.set()
-            case messages.EngineSilent(index, number, reason):
+            case messages.EngineLost(index, number, reason):
                 self._engines[index].engine_lost(number, reason)
 
     def send(self, message: messages.ToApiServer) -> None:
@@ -197,7 +184,8 @@ class _ApiServerProcess:
             self._transport.write(frames.encode(message))
 
 
-def _start_message(config: ServerConfig, api_server: int, created: int) -> messages.StartApiServer:
+def start_message(config: ServerConfig, api_server: int, created: int) -> messages.StartApiServer:
+    """Returns the first message to an API server (`api_server_child.make_config` reads it), still without `sender`."""
     return messages.StartApiServer(
         api_server=api_server,
         sender=-1,
@@ -207,6 +195,7 @@ def _start_message(config: ServerConfig, api_server: int, created: int) -> messa
         tenants=config.tenants,
         options=config.options,
         engine=config.engine,
+        cluster=config.cluster,
         watchdog_s=config.watchdog_s,
         template_deadline_s=config.template_deadline_s,
         deadlines=config.deadlines,

@@ -5,7 +5,7 @@ import contextlib
 import datetime
 import functools
 import re
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,13 +14,19 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsv3.config.server_options import ServerOptions
-from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, require_operator, tenant_of
+from dsv3.server.http.auth import (
+    is_loopback,
+    require_admission,
+    require_key,
+    require_local_name,
+    require_operator,
+    tenant_of,
+)
 from dsv3.server.http.batches import batch_routes
-from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
+from dsv3.server.http.bodies import ClientGone, make_routes, read_json_body, unless_disconnected
 from dsv3.server.http.dashboard import dashboard_routes
 from dsv3.server.http.exchange import (
     ENDED,
@@ -35,7 +41,6 @@ from dsv3.server.http.exchange import (
 )
 from dsv3.server.http.openapi import openapi, openapi_path
 from dsv3.server.http.operations import operation_routes
-from dsv3.server.limits import Reservation
 from dsv3.server.protocol.anthropic import MESSAGES
 from dsv3.server.protocol.errors import ApiError, invalid
 from dsv3.server.protocol.openai import DetokenizeRequest, TokenizeRequest
@@ -76,7 +81,7 @@ class EventStream(Response):
         except ClientGone:
             return
         finally:
-            self._handler.close()
+            self._handler.generation.close()
             self._on_close()
             writer.end_stream()
 
@@ -129,16 +134,17 @@ def rank_of(header: str | None) -> int | None:
     return int(header)
 
 
-_Route = Callable[[Service, Request], Awaitable[Response]]
+_Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
 def make_app(service: Service, options: ServerOptions) -> ASGIApp:
     """Returns the application for `service` inside the middleware that the options require."""
-    app: ASGIApp = Admit(make_router(service, options.batch_dir, options.profile_dir), service.metrics.record_rejected)
+    router = make_router(service, options.batch_dir, options.profile_dir)
+    app = require_admission(router, service.metrics.record_rejected)
     if service.tenants.all:
-        app = RequireKey(app, service.tenants)
+        app = require_key(app, service.tenants)
     elif is_loopback(options.host):
-        app = RequireLocalName(app, options.host, options.allowed_origins)
+        app = require_local_name(app, options.host, options.allowed_origins)
     if options.allowed_origins:
         methods, shown = ["GET", "POST", "DELETE"], ["x-request-id", "retry-after", "server-timing"]
         app = CORSMiddleware(app, options.allowed_origins, methods, allow_headers=["*"], expose_headers=shown)
@@ -147,24 +153,23 @@ def make_app(service: Service, options: ServerOptions) -> ASGIApp:
 
 def make_router(service: Service, batch_dir: str | None = None, profile_dir: str | None = None) -> Starlette:
     """Returns the routes without authentication."""
-    posts: dict[str, _Route] = {path: functools.partial(_generate, kind) for path, kind in KINDS.items()}
-    posts |= {"/tokenize": _tokenize, "/detokenize": _detokenize, "/flush_cache": _flush_cache}
-    posts |= {f"{MESSAGES}/count_tokens": _count_tokens}
-    gets: dict[str, _Route] = {
-        "/v1/models": _models,
-        "/v1/models/{model:path}": _model,
-        "/health": _health,
-        "/ready": _ready,
-        "/version": _version,
-        "/metrics": _metrics,
-        "/openapi.json": _openapi,
+    handlers: dict[tuple[str, str], _Handler] = {
+        ("POST", path): functools.partial(_generate, kind) for path, kind in KINDS.items()
     }
-    methods = {"POST": posts, "GET": gets}
-    routes = [
-        Route(path, endpoint(functools.partial(handler, service)), methods=[method])
-        for method, handlers in methods.items()
-        for path, handler in handlers.items()
-    ]
+    handlers |= {
+        ("POST", "/tokenize"): _tokenize,
+        ("POST", "/detokenize"): _detokenize,
+        ("POST", "/flush_cache"): _flush_cache,
+        ("POST", f"{MESSAGES}/count_tokens"): _count_tokens,
+        ("GET", "/v1/models"): _models,
+        ("GET", "/v1/models/{model:path}"): _model,
+        ("GET", "/health"): _health,
+        ("GET", "/ready"): _ready,
+        ("GET", "/version"): _version,
+        ("GET", "/metrics"): _metrics,
+        ("GET", "/openapi.json"): _openapi,
+    }
+    routes = make_routes({key: functools.partial(handler, service) for key, handler in handlers.items()})
     routes += batch_routes(service, batch_dir)
     routes += dashboard_routes(service, profile_dir)
     routes += operation_routes(service)
@@ -204,8 +209,8 @@ async def _generate(kind: type[RequestHandler], service: Service, http: Request)
     """Serves a route that generates, as a stream of events or as one JSON response."""
     timeline = _begin_timeline(service, http)
     with contextlib.ExitStack() as stack:
-        reservation = stack.enter_context(service.budget.reserve())
-        handler = kind(service, await _body(service, http, reservation), tenant_of(http))
+        grow = stack.enter_context(service.reserve_memory())
+        handler = kind(service, await read_json_body(http, grow), tenant_of(http))  # which alone holds the body
         handler.rank, handler.timeline = rank_of(http.headers.get(RANK_HEADER)), timeline
         await unless_disconnected(http.receive, handler.prepare())
         http.scope["extensions"][SUMMARY] = handler.summary
@@ -225,10 +230,6 @@ def _begin_timeline(service: Service, http: Request) -> RequestTimeline:
     if timeline.trace is not None:
         extensions[ENDED] = functools.partial(end_trace, service, timeline, None)
     return timeline
-
-
-def _body(service: Service, http: Request, reservation: Reservation) -> Coroutine[Any, Any, bytearray]:
-    return read_json_body(http, functools.partial(service.grow, reservation))
 
 
 async def _models(service: Service, _: Request) -> Response:
@@ -302,8 +303,8 @@ async def _metrics(service: Service, http: Request) -> Response:
 
 
 async def _tokenize(service: Service, http: Request) -> Response:
-    with service.budget.reserve() as reservation:
-        request = await read_request(service, TokenizeRequest, await _body(service, http, reservation))
+    with service.reserve_memory() as grow:
+        request = await read_request(service, TokenizeRequest, await read_json_body(http, grow))
         service.require_model(request.model)
         info = service.require_ready()
         prompt = await unless_disconnected(http.receive, prompts.tokenize_prompt(service, request))
@@ -315,8 +316,8 @@ async def _tokenize(service: Service, http: Request) -> Response:
 
 
 async def _count_tokens(service: Service, http: Request) -> Response:
-    with service.budget.reserve() as reservation:
-        body = await _body(service, http, reservation)
+    with service.reserve_memory() as grow:
+        body = await read_json_body(http, grow)
         return json_response(await unless_disconnected(http.receive, count_tokens(service, body)))
 
 
@@ -326,7 +327,7 @@ async def _openapi(service: Service, http: Request) -> Response:
 
 
 async def _detokenize(service: Service, http: Request) -> Response:
-    with service.budget.reserve() as reservation:
-        request = await read_request(service, DetokenizeRequest, await _body(service, http, reservation))
+    with service.reserve_memory() as grow:
+        request = await read_request(service, DetokenizeRequest, await read_json_body(http, grow))
         service.require_model(request.model)
         return json_response({"prompt": await prompts.detokenize(service, request.tokens)})

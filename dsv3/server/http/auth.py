@@ -17,31 +17,32 @@ OPEN_PATHS = frozenset({"/health", "/dashboard"})
 """Routes without a key: `/dashboard` is a page without data, and a browser has no key when it loads it."""
 
 
-class RequireKey:
-    """ASGI middleware around the whole application that requires an API key.
+def _guarded(app: ASGIApp, check: Callable[[Scope], ApiError | None]) -> ASGIApp:
+    """Returns ASGI middleware around `app`, which responds with the error that `check` returns for a request."""
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        handler = app if (error := check(scope)) is None else error_response(error, error_path(scope))
+        await handler(scope, receive, send)
+
+    return run
+
+
+def require_key(app: ASGIApp, tenants: Tenants) -> ASGIApp:
+    """Returns middleware around the whole application that requires an API key.
 
     It uses `scope["path"]`, which the router matches exactly, so no other encoding of a path can bypass it. It stores
     the key's tenant in the scope's extensions.
     """
 
-    def __init__(self, app: ASGIApp, tenants: Tenants):
-        self._app, self._tenants = app, tenants
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._allows(scope):
-            await self._app(scope, receive, send)
-        else:
-            error = ApiError(401, "missing or wrong API key", kind="authentication_error", code="invalid_api_key")
-            await error_response(error, error_path(scope))(scope, receive, send)
-
-    def _allows(self, scope: Scope) -> bool:
+    def check(scope: Scope) -> ApiError | None:
         if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
-            return True
-        key = _key(scope)
-        if key is None or (tenant := self._tenants.find(key)) is None:
-            return False
-        scope["extensions"][TENANT] = tenant
-        return True
+            return None
+        if (key := _key(scope)) is not None and (tenant := tenants.find(key)) is not None:
+            scope["extensions"][TENANT] = tenant
+            return None
+        return ApiError(401, "missing or wrong API key", kind="authentication_error", code="invalid_api_key")
+
+    return _guarded(app, check)
 
 
 def _key(scope: Scope) -> bytes | None:
@@ -56,42 +57,38 @@ def _key(scope: Scope) -> bytes | None:
     return key.strip() if scheme.lower() == b"bearer" else None
 
 
-class RequireLocalName:
-    """ASGI middleware that protects a server without keys on loopback against web pages.
+def require_local_name(app: ASGIApp, host: str, allowed_origins: Collection[str] = ()) -> ASGIApp:
+    """Returns middleware that protects a server without keys on loopback against web pages.
 
     Any page that a user opens can send requests to loopback from the browser. The Host header must be a local name,
     since a page's own name may resolve to 127.0.0.1 (DNS rebinding). Requests of another origin may not change state:
     browsers send forms without a CORS preflight, but with Origin or Sec-Fetch-Site. Other clients send neither header.
     """
+    names = b"|".join(re.escape(name.encode()) for name in ("localhost", "127.0.0.1", "[::1]", host))
+    local_name = re.compile(rb"(%b)(:[0-9]{1,5})?" % names, re.IGNORECASE)
+    origins = frozenset(origin.encode() for origin in allowed_origins)
 
-    def __init__(self, app: ASGIApp, host: str, allowed_origins: Collection[str] = ()):
-        self._app = app
-        names = b"|".join(re.escape(name.encode()) for name in ("localhost", "127.0.0.1", "[::1]", host))
-        self._names = re.compile(rb"(%b)(:[0-9]{1,5})?" % names, re.IGNORECASE)
-        self._origins = frozenset(origin.encode() for origin in allowed_origins)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        if not all(self._names.fullmatch(value) for name, value in scope["headers"] if name == b"host"):
+    def check(scope: Scope) -> ApiError | None:
+        if not all(local_name.fullmatch(value) for name, value in scope["headers"] if name == b"host"):
             text = "without an API key this server answers only to the names localhost, 127.0.0.1, [::1] and its --host"
-            error = ApiError(421, text, code="unknown_host")
-        elif scope["method"] not in _SAFE_METHODS and self._is_foreign(headers):
+            return ApiError(421, text, code="unknown_host")
+        if scope["method"] not in _SAFE_METHODS and _is_foreign(dict(scope["headers"]), origins):
             text = "without an API key this server rejects requests of other web pages; allow them by --allowed_origins"
-            error = ApiError(403, text, kind="permission_error", code="cross_origin")
-        else:
-            await self._app(scope, receive, send)
-            return
-        await error_response(error, error_path(scope))(scope, receive, send)
+            return ApiError(403, text, kind="permission_error", code="cross_origin")
+        return None
 
-    def _is_foreign(self, headers: dict[bytes, bytes]) -> bool:
-        """Returns whether a web page of another origin sent this request that is not allowed."""
-        origin = headers.get(b"origin")
-        if origin is not None and (b"*" in self._origins or origin in self._origins):
-            return False
-        if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
-            return True
-        own = headers.get(b"host", b"").lower()
-        return origin is not None and origin.lower() not in (b"http://" + own, b"https://" + own)
+    return _guarded(app, check)
+
+
+def _is_foreign(headers: dict[bytes, bytes], allowed_origins: Collection[bytes]) -> bool:
+    """Returns whether a web page of another origin sent this request that is not allowed."""
+    origin = headers.get(b"origin")
+    if origin is not None and (b"*" in allowed_origins or origin in allowed_origins):
+        return False
+    if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+        return True
+    own = headers.get(b"host", b"").lower()
+    return origin is not None and origin.lower() not in (b"http://" + own, b"https://" + own)
 
 
 def is_loopback(host: str) -> bool:
@@ -102,19 +99,16 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class Admit:
-    """ASGI middleware inside `RequireKey`: a request for anything but an open path needs an admitted connection."""
+def require_admission(app: ASGIApp, on_refusal: Callable[[str], None]) -> ASGIApp:
+    """Returns middleware inside `require_key`: a request for anything but an open path needs an admitted connection."""
 
-    def __init__(self, app: ASGIApp, on_refusal: Callable[[str], None]):
-        self._app, self._on_refusal = app, on_refusal
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def check(scope: Scope) -> ApiError | None:
         if scope["path"] in OPEN_PATHS or scope["extensions"][ADMIT]():
-            await self._app(scope, receive, send)
-        else:
-            self._on_refusal("connections")
-            error = unavailable("too many connections have requests in flight; try again", "too_many_connections")
-            await error_response(error, error_path(scope))(scope, receive, send)
+            return None
+        on_refusal("connections")
+        return unavailable("too many connections have requests in flight; try again", "too_many_connections")
+
+    return _guarded(app, check)
 
 
 def tenant_of(http: Request) -> Tenant | None:

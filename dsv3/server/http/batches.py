@@ -1,8 +1,7 @@
 """OpenAI's routes for files and batches: `/v1/files` and `/v1/batches`."""
 
 import asyncio
-import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
@@ -18,21 +17,18 @@ from starlette.types import Receive, Scope, Send
 from dsv3.batch.formats import open_private
 from dsv3.server.batches.store import (
     MAX_FILE_BYTES,
-    MAX_METADATA,
     WINDOW_S,
     Batch,
     BatchStore,
-    Conflict,
     Endpoint,
-    NotFound,
-    StoreError,
-    TooMany,
+    FileObject,
 )
 from dsv3.server.http.auth import tenant_of
-from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body
+from dsv3.server.http.bodies import ClientGone, Handler, make_routes, read_json_body
 from dsv3.server.http.exchange import json_response
 from dsv3.server.protocol.errors import ApiError, invalid, unavailable
-from dsv3.server.serving.request_parsing import invalid_field
+from dsv3.server.protocol.responses import MAX_METADATA
+from dsv3.server.serving.request_parsing import invalid_field, require_few_brackets
 from dsv3.server.serving.service import Service
 
 MAX_UPLOADS = 8  # at a time, per API server
@@ -46,9 +42,6 @@ _SLACK_BYTES = 2**20  # of the form besides the file
 _MAX_NAME_CHARS = 256
 # Timeouts of an upload: for each part of the body, and in total.
 _SILENCE_S, _DEADLINE_S = 60.0, 3600.0
-
-
-_Handler = Callable[["_Routes", Request], Awaitable[Response]]
 
 
 class CreateBatch(msgspec.Struct, kw_only=True):
@@ -76,24 +69,19 @@ def batch_routes(service: Service, directory: str | None) -> list[Route]:
         routes = _Routes(service, None if directory is None else BatchStore(Path(directory)))
     except OSError as error:
         raise ValueError(f"batch_dir: {directory}: {error.strerror}") from None
-    table: dict[tuple[str, str], _Handler] = {
-        ("POST", "/v1/files"): _Routes.upload,
-        ("GET", "/v1/files"): _Routes.list_files,
-        ("GET", "/v1/files/{id}"): _Routes.show_file,
-        ("DELETE", "/v1/files/{id}"): _Routes.delete_file,
-        ("GET", "/v1/files/{id}/content"): _Routes.content,
-        ("POST", "/v1/batches"): _Routes.create,
-        ("GET", "/v1/batches"): _Routes.list_batches,
-        ("GET", "/v1/batches/{id}"): _Routes.show_batch,
-        ("POST", "/v1/batches/{id}/cancel"): _Routes.cancel,
-    }
-    by_path: dict[str, dict[str, _Handler]] = {}
-    for (method, path), handler in table.items():
-        by_path.setdefault(path, {})[method] = handler
-    return [
-        Route(path, endpoint(functools.partial(routes.answer, handlers)), methods=list(handlers))
-        for path, handlers in by_path.items()
-    ]
+    return make_routes(
+        {
+            ("POST", "/v1/files"): routes.upload,
+            ("GET", "/v1/files"): routes.list_files,
+            ("GET", "/v1/files/{id}"): routes.of_id(BatchStore.file),
+            ("DELETE", "/v1/files/{id}"): routes.delete_file,
+            ("GET", "/v1/files/{id}/content"): routes.content,
+            ("POST", "/v1/batches"): routes.create,
+            ("GET", "/v1/batches"): routes.list_batches,
+            ("GET", "/v1/batches/{id}"): routes.of_id(BatchStore.batch),
+            ("POST", "/v1/batches/{id}/cancel"): routes.of_id(BatchStore.cancel),
+        }
+    )
 
 
 class _Routes:
@@ -102,14 +90,6 @@ class _Routes:
     def __init__(self, service: Service, store: BatchStore | None):
         self._service, self._maybe_store = service, store
         self._num_uploads = 0
-
-    async def answer(self, handlers: dict[str, _Handler], http: Request) -> Response:
-        """Dispatches on the request's method, and turns the store's errors into OpenAI's."""
-        handler = handlers["GET" if http.method == "HEAD" else http.method]
-        try:
-            return await handler(self, http)
-        except StoreError as error:
-            raise _api_error(error) from None
 
     @property
     def _store(self) -> BatchStore:
@@ -153,8 +133,13 @@ class _Routes:
             files.reverse()
         return _page(files, http, "files")
 
-    async def show_file(self, http: Request) -> Response:
-        return json_response(await asyncio.to_thread(self._store.file, _tenant(http), http.path_params["id"]))
+    def of_id(self, call: Callable[[BatchStore, str, str], FileObject | Batch]) -> Handler:
+        """Returns a handler that responds with what a method of the store returns for tenant and id."""
+
+        async def run(http: Request) -> Response:
+            return json_response(await asyncio.to_thread(call, self._store, _tenant(http), http.path_params["id"]))
+
+        return run
 
     async def delete_file(self, http: Request) -> Response:
         await asyncio.to_thread(self._store.delete_file, _tenant(http), http.path_params["id"])
@@ -166,9 +151,9 @@ class _Routes:
 
     async def create(self, http: Request) -> Response:
         store, tenant = self._store, _tenant(http)
-        with self._service.budget.reserve() as reservation:
-            body = await read_json_body(http, functools.partial(self._service.grow, reservation))
-            request = _parse(body)
+        with self._service.reserve_memory() as grow:
+            body = await read_json_body(http, grow)
+            request = await self._service.read_body(len(body), lambda: _parse(body))
         file = await asyncio.to_thread(store.file, tenant, request.input_file_id)
         if file.purpose != "batch":
             text = f"input_file_id: the purpose of this file is {file.purpose}, expected batch"
@@ -188,12 +173,6 @@ class _Routes:
 
     async def list_batches(self, http: Request) -> Response:
         return _page(await asyncio.to_thread(self._store.batches, _tenant(http)), http, "batches")
-
-    async def show_batch(self, http: Request) -> Response:
-        return json_response(await asyncio.to_thread(self._store.batch, _tenant(http), http.path_params["id"]))
-
-    async def cancel(self, http: Request) -> Response:
-        return json_response(await asyncio.to_thread(self._store.cancel, _tenant(http), http.path_params["id"]))
 
 
 class _Content(Response):
@@ -223,6 +202,7 @@ def _tenant(http: Request) -> str:
 
 
 def _parse(body: bytearray) -> CreateBatch:
+    require_few_brackets(body)
     try:
         request = msgspec.json.decode(body, type=CreateBatch)
     except msgspec.ValidationError as error:
@@ -258,12 +238,6 @@ def _page(items: list[Any], http: Request, kind: str) -> Response:
             "has_more": len(items) > len(shown),
         }
     )
-
-
-def _api_error(error: StoreError) -> ApiError:
-    status = {NotFound: 404, Conflict: 409, TooMany: 429}.get(type(error), 500)
-    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
-    return ApiError(status, str(error), kind=kind, code=error.code)
 
 
 class Form:

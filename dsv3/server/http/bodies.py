@@ -1,12 +1,14 @@
-"""Shared by all routes: bounded bodies, aborts on disconnect, errors as responses."""
+"""What all routes share: bounded bodies, aborts on disconnect, errors as responses."""
 
 import asyncio
+import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive
 
 from dsv3.server.http.exchange import error_path, error_response, request_label
@@ -83,6 +85,21 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+def make_routes(handlers: Mapping[tuple[str, str], Handler]) -> list[Route]:
+    """Returns a route for each path, with the handlers of all its methods; keys are (method, path)."""
+    paths: dict[str, dict[str, Handler]] = {}
+    for (method, path), handler in handlers.items():
+        paths.setdefault(path, {})[method] = handler
+    return [
+        Route(path, endpoint(functools.partial(_dispatch, by_method)), methods=list(by_method))
+        for path, by_method in paths.items()
+    ]
+
+
+async def _dispatch(by_method: Mapping[str, Handler], request: Request) -> Response:
+    return await by_method["GET" if request.method == "HEAD" else request.method](request)
 
 
 def endpoint(handler: Handler) -> Handler:

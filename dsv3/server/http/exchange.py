@@ -19,7 +19,6 @@ from starlette.types import ASGIApp, Scope
 from dsv3.server.http.wire import Head
 from dsv3.server.protocol.anthropic import MESSAGES, messages_envelope
 from dsv3.server.protocol.errors import ApiError
-from dsv3.server.serving.handler import RequestSummary
 from dsv3.server.tenants import Tenant
 
 # Keys in an ASGI scope's extensions.
@@ -36,7 +35,7 @@ TENANT = "dsv3.tenant"
 """The tenant that sent the request; absent on a server without API keys."""
 
 SUMMARY = "dsv3.summary"
-"""A function that returns the `RequestSummary` of a generation; absent for other routes."""
+"""The `summary` of a generation's `RequestHandler`; absent for other routes."""
 
 ENDED = "dsv3.ended"
 """A function that is called with the status when the exchange is over (499: the client has gone); may be absent."""
@@ -221,7 +220,9 @@ class HttpExchange:
             _log.exception("request %s: %s %s failed", request_label(scope), scope["method"], scope["path"])
         if not self.is_complete and not self._is_disconnected:
             if not self.status:
-                await self._fail()
+                self.keeps_alive = False
+                await self._send({"type": "http.response.start", "status": 500, "headers": [(b"content-length", b"0")]})
+                await self._send({"type": "http.response.body"})
             else:
                 self._writer.abort()
         if (on_end := scope["extensions"].get(ENDED)) is not None:
@@ -240,8 +241,8 @@ class HttpExchange:
         `first_token_s` counts from the request's arrival.
         """
         tenant: Tenant | None = extensions.get(TENANT)
-        summary: RequestSummary | None = extensions[SUMMARY]() if SUMMARY in extensions else None
-        first = None if summary is None else summary.first_token_at
+        summary = extensions[SUMMARY]() if SUMMARY in extensions else (None, None, None, None)
+        model, prompt_tokens, completion_tokens, first = summary
         return {
             "time": round(time.time(), 3),
             "request_id": self.request_id,
@@ -252,16 +253,11 @@ class HttpExchange:
             "seconds": round(time.monotonic() - self._began, 6),
             "bytes": self._writer.num_bytes - self._num_bytes_before,
             "complete": self.is_complete,
-            "model": None if summary is None else summary.model,
-            "prompt_tokens": None if summary is None else summary.prompt_tokens,
-            "completion_tokens": None if summary is None else summary.completion_tokens,
+            "model": model,
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
             "first_token_s": None if first is None else round(first - self._began, 6),
         }
-
-    async def _fail(self) -> None:
-        self.keeps_alive = False
-        await self._send({"type": "http.response.start", "status": 500, "headers": [(b"content-length", b"0")]})
-        await self._send({"type": "http.response.body"})
 
     async def _receive(self) -> MutableMapping[str, Any]:
         if self._must_send_continue:

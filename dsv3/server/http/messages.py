@@ -2,9 +2,10 @@
 
 import msgspec
 
-from dsv3.config.options import EngineOptions
+from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.config.server_options import ServerOptions
 from dsv3.server.config import Deadlines
+from dsv3.server.engine.messages import EngineFailure
 from dsv3.server.tenants import Tenant
 
 
@@ -22,17 +23,16 @@ class StartApiServer(msgspec.Struct, frozen=True, tag=True):
     tenants: tuple[Tenant, ...]
     options: ServerOptions
     engine: EngineOptions
+    cluster: ClusterOptions | None
     watchdog_s: float
     template_deadline_s: float
     deadlines: Deadlines
 
 
 class DrainApiServer(msgspec.Struct, frozen=True, tag=True):
-    """Accept no more requests, finish those in flight, and exit."""
+    """Accept no more requests, and exit when those in flight have ended; with `aborts` abort them now."""
 
-
-class AbortApiServer(msgspec.Struct, frozen=True, tag=True):
-    """Abort the requests in flight, and exit."""
+    aborts: bool = False
 
 
 class ReloadApiServer(msgspec.Struct, frozen=True, tag=True):
@@ -41,16 +41,10 @@ class ReloadApiServer(msgspec.Struct, frozen=True, tag=True):
     tenants: tuple[Tenant, ...]
 
 
-class EngineFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine has failed and is not restarted; the instance is about to exit."""
-
-    reason: str
-
-
 class EngineStarted(msgspec.Struct, frozen=True, tag=True):
     """The engine `number` runs; connect to its Unix socket at `address`.
 
-    `index` tells independent engines apart, and `number` each one's processes, also in the next two messages.
+    `index` tells independent engines apart, and `number` each one's processes, also in the next message.
     """
 
     index: int
@@ -59,7 +53,7 @@ class EngineStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineLost(msgspec.Struct, frozen=True, tag=True):
-    """The engine `number` has died and is being restarted."""
+    """The engine `number` has died and is being restarted; from an API server: the engine sends it no frames."""
 
     index: int
     number: int
@@ -70,18 +64,9 @@ class ApiServerReady(msgspec.Struct, frozen=True, tag=True):
     """The API server accepts HTTP requests."""
 
 
-class EngineSilent(msgspec.Struct, frozen=True, tag=True):
-    """The engine `number` sends no frames to this API server."""
-
-    index: int
-    number: int
-    reason: str
-
-
-ToApiServer = (
-    StartApiServer | DrainApiServer | AbortApiServer | ReloadApiServer | EngineStarted | EngineLost | EngineFailed
-)
-FromApiServer = ApiServerReady | EngineSilent
+ToApiServer = StartApiServer | DrainApiServer | ReloadApiServer | EngineStarted | EngineLost | EngineFailure
+"""After an `EngineFailure` the engine is not restarted: the instance is about to exit."""
+FromApiServer = ApiServerReady | EngineLost
 
 to_api_server = msgspec.msgpack.Decoder(ToApiServer)
 from_api_server = msgspec.msgpack.Decoder(FromApiServer)

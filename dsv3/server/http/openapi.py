@@ -64,10 +64,6 @@ _NO_BATCH = "the batch does not exist, or the server stores none (`--batch_dir`)
 _NO_PROFILES = "profiles are off (`--profile_dir`)"
 
 
-class Served(msgspec.Struct):
-    """An object whose fields docs/api.md describes."""
-
-
 class State(msgspec.Struct):
     """Whether requests are served, and the reason if not."""
 
@@ -76,27 +72,20 @@ class State(msgspec.Struct):
 
 
 class ApiOperation(NamedTuple):
-    """A method of a route: request and response types, media types, and statuses besides those of all routes.
+    """A method of a route: request and response, media types, and statuses besides those of all routes.
 
-    `no_such` describes status 404, "" if the route has none. `query` has the schemas of query parameters by name.
+    Request and response are types, or names in `_WRITTEN`. `no_such` describes status 404, "" if the route has none.
+    `query` has the schemas of query parameters by name.
     """
 
     summary: str
     tag: str
-    response: Any = Served
-    request: Any = None
+    response: type | str | None = "Served"
+    request: type | str | None = None
     media: tuple[str, ...] = (_JSON,)
     no_such: str = ""
     statuses: tuple[str, ...] = ()
     query: Mapping[str, dict[str, Any]] = MappingProxyType({})
-
-
-class Upload(msgspec.Struct):
-    """The form of `POST /v1/files`."""
-
-
-class CountTokensRequest(msgspec.Struct):
-    """`POST /v1/messages/count_tokens`: the fields of a `MessagesRequest` that determine the prompt."""
 
 
 _STREAMED = (_JSON, _EVENTS)
@@ -128,20 +117,20 @@ OPERATIONS: dict[tuple[str, str], ApiOperation] = {
         "Answers a conversation in blocks", "answers", Message, MessagesRequest, _STREAMED, _NO_MODEL
     ),
     ("POST", f"{MESSAGES}/count_tokens"): ApiOperation(
-        "Counts a prompt's tokens", "tokens", TokenCount, CountTokensRequest, no_such=_NO_MODEL
+        "Counts a prompt's tokens", "tokens", TokenCount, "CountTokensRequest", no_such=_NO_MODEL
     ),
     ("POST", "/inference/v1/generate"): ApiOperation(
         "Continues token ids with token ids", "answers", GenerateResponse, GenerateRequest, _STREAMED, _NO_MODEL
     ),
-    ("POST", "/tokenize"): ApiOperation("Returns token ids", "tokens", Served, TokenizeRequest, no_such=_NO_MODEL),
+    ("POST", "/tokenize"): ApiOperation("Returns token ids", "tokens", "Served", TokenizeRequest, no_such=_NO_MODEL),
     ("POST", "/detokenize"): ApiOperation(
-        "Returns the text of token ids", "tokens", Served, DetokenizeRequest, no_such=_NO_MODEL
+        "Returns the text of token ids", "tokens", "Served", DetokenizeRequest, no_such=_NO_MODEL
     ),
     ("GET", "/v1/models"): ApiOperation("Lists the models", "models"),
     ("GET", "/v1/models/{model}"): ApiOperation("Returns a model", "models", no_such=_NO_MODEL),
     ("GET", "/v1/files"): ApiOperation("Lists files", "files", no_such=_NO_FILE, query=_FILES),
     ("POST", "/v1/files"): ApiOperation(
-        "Uploads a file", "files", FileObject, Upload, no_such=_NO_FILE, statuses=_STORED
+        "Uploads a file", "files", FileObject, "Upload", no_such=_NO_FILE, statuses=_STORED
     ),
     ("GET", "/v1/files/{id}"): ApiOperation("Describes a file", "files", FileObject, no_such=_NO_FILE),
     ("DELETE", "/v1/files/{id}"): ApiOperation("Deletes a file", "files", no_such=_NO_FILE, statuses=_STORED),
@@ -260,19 +249,43 @@ _PROMPT = {
 }
 
 
+# Schemas of objects without a type.
+_WRITTEN: dict[str, dict[str, Any]] = {
+    "Served": {
+        "title": "Served",
+        "description": "An object whose fields docs/api.md describes.",
+        "type": "object",
+        "properties": {},
+        "required": [],
+    },
+    "CountTokensRequest": {
+        "title": "CountTokensRequest",
+        "description": "`POST /v1/messages/count_tokens`: the fields of a `MessagesRequest` that determine the prompt.",
+        "type": "object",
+        "required": ["messages"],
+    },
+    "Upload": {
+        "title": "Upload",
+        "description": "The form of `POST /v1/files`.",
+        "type": "object",
+        "required": ["purpose", "file"],
+        "properties": {"purpose": {"enum": ["batch"]}, "file": {"type": "string", "format": "binary"}},
+    },
+}
+
+
 @functools.cache
 def openapi(routes: tuple[tuple[str, str], ...]) -> bytes:
     """Returns the OpenAPI 3.1 description, as JSON, of `routes`, each a (method, path)."""
-    types = {each for post in OPERATIONS.values() for each in (post.request, post.response) if each is not None}
-    ordered = sorted({*types, Tool, ErrorEnvelope, MessagesError}, key=lambda each: each.__name__)
-    schemas, components = msgspec.json.schema_components(ordered, ref_template=_REF)
-    by_type = dict(zip(ordered, schemas, strict=True))
-    _add_constraints(components, by_type)
+    named = {each for post in OPERATIONS.values() for each in (post.request, post.response)}
+    types = {each for each in named if isinstance(each, type)} | {Tool, ErrorEnvelope, MessagesError}
+    _, components = msgspec.json.schema_components(types, ref_template=_REF)
+    components |= {name: dict(schema) for name, schema in _WRITTEN.items()}
+    _add_constraints(components)
     paths: dict[str, dict[str, Any]] = {}
     for method, path in routes:
         methods = [each for each, other in routes if other == path]
-        described = _describe(method, path, methods, by_type)
-        paths.setdefault(path, {})[method.lower()] = described
+        paths.setdefault(path, {})[method.lower()] = _describe(method, path, methods)
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -296,7 +309,11 @@ _KEYS = {
 }
 
 
-def _add_constraints(components: dict[str, Any], by_type: dict[Any, Any]) -> None:
+def _reference(kind: type | str) -> dict[str, str]:
+    return {"$ref": _REF.format(name=kind if isinstance(kind, str) else kind.__name__)}
+
+
+def _add_constraints(components: dict[str, Any]) -> None:
     """Adds the constraints of requests that their types do not express."""
     for kind, names in REQUIRED.items():
         _require(components[kind.__name__], names)
@@ -312,19 +329,12 @@ def _add_constraints(components: dict[str, Any], by_type: dict[Any, Any]) -> Non
     tokenize["oneOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
     for name in ("prompt", "messages"):
         tokenize["properties"][name] = _not_null(tokenize["properties"][name])
-    components[ChatRequest.__name__]["properties"]["tools"]["anyOf"][0]["items"] = by_type[Tool]
+    components[ChatRequest.__name__]["properties"]["tools"]["anyOf"][0]["items"] = _reference(Tool)
     completion = components[CompletionRequest.__name__]["properties"]
     completion["prompt"] = _PROMPT
     completion["max_tokens"]["anyOf"][0] |= {"minimum": 0, "description": "0 with `echo` alone"}
     messages = components[MessagesRequest.__name__]["properties"]
-    components[CountTokensRequest.__name__] |= {
-        "required": ["messages"],
-        "properties": {name: messages[name] for name in _COUNTED},
-    }
-    components[Upload.__name__] |= {
-        "required": ["purpose", "file"],
-        "properties": {"purpose": {"enum": ["batch"]}, "file": {"type": "string", "format": "binary"}},
-    }
+    components["CountTokensRequest"]["properties"] = {name: messages[name] for name in _COUNTED}
 
 
 def _require(schema: dict[str, Any], names: Iterable[str]) -> None:
@@ -338,9 +348,9 @@ def _not_null(schema: dict[str, Any]) -> dict[str, Any]:
     return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
 
 
-def _describe(method: str, path: str, methods: list[str], by_type: dict[Any, Any]) -> dict[str, Any]:
+def _describe(method: str, path: str, methods: list[str]) -> dict[str, Any]:
     operation = OPERATIONS[method, path]
-    schema = {} if operation.response is None else {"schema": by_type[operation.response]}
+    schema = {} if operation.response is None else {"schema": _reference(operation.response)}
     content = {kind: schema if kind == _JSON else {} for kind in operation.media}
     described: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_"),
@@ -348,7 +358,7 @@ def _describe(method: str, path: str, methods: list[str], by_type: dict[Any, Any
         "tags": [operation.tag],
         "responses": {
             "200": {"description": "success", "content": content},
-            **_error_responses(method, path, methods, by_type),
+            **_error_responses(method, path, methods),
         },
     }
     parameters = [_parameter(name, "path", {"type": "string"}) for name in re.findall(r"\{(\w+)", path)]
@@ -356,8 +366,8 @@ def _describe(method: str, path: str, methods: list[str], by_type: dict[Any, Any
     if parameters:
         described["parameters"] = parameters
     if operation.request is not None:
-        kind = _FORM if operation.request is Upload else _JSON
-        described["requestBody"] = {"required": True, "content": {kind: {"schema": by_type[operation.request]}}}
+        kind = _FORM if operation.request == "Upload" else _JSON
+        described["requestBody"] = {"required": True, "content": {kind: {"schema": _reference(operation.request)}}}
     return described
 
 
@@ -365,7 +375,7 @@ def _parameter(name: str, where: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "in": where, "required": where == "path", "schema": schema}
 
 
-def _error_responses(method: str, path: str, methods: list[str], by_type: dict[Any, Any]) -> dict[str, Any]:
+def _error_responses(method: str, path: str, methods: list[str]) -> dict[str, Any]:
     """Returns the descriptions of all error statuses, by status."""
     operation = OPERATIONS[method, path]
     statuses = {*_ALWAYS, *operation.statuses}
@@ -378,10 +388,12 @@ def _error_responses(method: str, path: str, methods: list[str], by_type: dict[A
     texts = {status: _STATUSES[status] for status in statuses}
     if operation.no_such:
         texts["404"] = operation.no_such
-    error = by_type[MessagesError if path.startswith(MESSAGES) else ErrorEnvelope]
+    error = _reference(MessagesError if path.startswith(MESSAGES) else ErrorEnvelope)
     responses = {status: _error_response(texts[status], error) for status in sorted(texts)}
     if operation.response is State:
-        responses["503"] = _error_response("requests are not served or not accepted now; see `reason`", by_type[State])
+        responses["503"] = _error_response(
+            "requests are not served or not accepted now; see `reason`", _reference(State)
+        )
     responses["405"]["headers"] = {
         "Allow": {"required": True, "schema": {"type": "string"}, "example": ", ".join(sorted(methods))}
     }

@@ -4,7 +4,6 @@ They are off without `--enable_weight_updates`. A request ends once the engine h
 disconnects before changes nothing about that.
 """
 
-import functools
 import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal
@@ -28,9 +27,10 @@ from dsv3.engine.operations import (
 )
 from dsv3.server.engine.client import EngineUnavailable, OperationFailed
 from dsv3.server.http.auth import require_operator
-from dsv3.server.http.bodies import endpoint, read_json_body, unless_disconnected
+from dsv3.server.http.bodies import Handler, make_routes, read_json_body, unless_disconnected
 from dsv3.server.http.exchange import json_response
 from dsv3.server.protocol.errors import ApiError, invalid, unavailable
+from dsv3.server.serving.request_parsing import require_few_brackets
 from dsv3.server.serving.service import Service
 
 _MAX_PATH_CHARS = 4096
@@ -61,26 +61,33 @@ class ContinueRequest(msgspec.Struct, frozen=True):
 
 def operation_routes(service: Service) -> list[Route]:
     """Returns the routes; without `--enable_weight_updates` they answer 404."""
-    handlers: list[tuple[str, str, Callable[[Service, Request], Awaitable[Response]]]] = [
-        ("POST", "/update_weights_from_disk", _update),
-        ("POST", "/pause_generation", _pause_generation),
-        ("POST", "/continue_generation", _continue_generation),
-        ("GET", "/get_weight_version", _version),
-        ("POST", "/pause", _pause),
-        ("POST", "/resume", _resume),
-        ("GET", "/is_paused", _is_paused),
-        ("POST", "/sleep", _sleep),
-        ("POST", "/wake_up", _wake_up),
-        ("GET", "/is_sleeping", _is_sleeping),
-    ]
-    return [
-        Route(path, endpoint(functools.partial(handler, service)), methods=[method])
-        for method, path, handler in handlers
-    ]
+    handlers: dict[tuple[str, str], Callable[[Service, Request], Awaitable[Response]]] = {
+        ("POST", "/update_weights_from_disk"): _update,
+        ("POST", "/pause_generation"): _pause_generation,
+        ("POST", "/continue_generation"): _continue_generation,
+        ("GET", "/get_weight_version"): _version,
+        ("POST", "/pause"): _pause,
+        ("POST", "/resume"): _resume,
+        ("GET", "/is_paused"): _is_paused,
+        ("POST", "/sleep"): _sleep,
+        ("POST", "/wake_up"): _wake_up,
+        ("GET", "/is_sleeping"): _is_sleeping,
+    }
+
+    def for_operators(handler: Callable[[Service, Request], Awaitable[Response]]) -> Handler:
+        async def run(http: Request) -> Response:
+            require_operator(service, http)
+            if not service.config.options.enable_weight_updates:
+                text = "weight updates are off; start the server with --enable_weight_updates"
+                raise ApiError(404, text, code="weight_updates_off")
+            return await handler(service, http)
+
+        return run
+
+    return make_routes({key: for_operators(handler) for key, handler in handlers.items()})
 
 
 async def _update(service: Service, http: Request) -> Response:
-    _require(service, http)
     wanted = await _read(service, http, UpdateFromDisk)
     for name, only in (("flush_cache", True), ("is_async", False), ("keep_pause", False)):
         if getattr(wanted, name) is not only:
@@ -100,33 +107,28 @@ async def _update(service: Service, http: Request) -> Response:
 
 
 async def _pause_generation(service: Service, http: Request) -> Response:
-    _require(service, http)
     wanted = await _read(service, http, PauseRequest)
     await _operate(service, http, PauseGeneration(_SGLANG_MODES[wanted.mode]))
     return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
 
 async def _continue_generation(service: Service, http: Request) -> Response:
-    _require(service, http)
     await _read(service, http, ContinueRequest)
     await _operate(service, http, ContinueGeneration())
     return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
 
 async def _pause(service: Service, http: Request) -> Response:
-    _require(service, http)
     await _operate(service, http, _converted(PauseGeneration, {"mode": http.query_params.get("mode", "abort")}))
     return json_response({"status": "paused"})
 
 
 async def _resume(service: Service, http: Request) -> Response:
-    _require(service, http)
     await _operate(service, http, ContinueGeneration())
     return json_response({"status": "resumed"})
 
 
 async def _sleep(service: Service, http: Request) -> Response:
-    _require(service, http)
     given: dict[str, Any] = dict(http.query_params)
     wanted = {"level": int(given["level"]) if given.get("level", "") in ("1", "2") else given.get("level", 1)}
     await _operate(service, http, _converted(Sleep, wanted | {"mode": given.get("mode", "abort")}))
@@ -134,34 +136,22 @@ async def _sleep(service: Service, http: Request) -> Response:
 
 
 async def _wake_up(service: Service, http: Request) -> Response:
-    _require(service, http)
     if (tags := set(http.query_params.getlist("tags"))) and tags != {"weights", "kv_cache"}:
         raise invalid("tags: weights and kv_cache wake together; leave tags out", "tags", "unsupported_parameter")
     await _operate(service, http, Wake())
     return json_response({"status": "awake"})
 
 
-async def _version(service: Service, http: Request) -> Response:
-    _require(service, http)
+async def _version(service: Service, _: Request) -> Response:
     return json_response({"weight_version": _state(service).weight_version})
 
 
-async def _is_paused(service: Service, http: Request) -> Response:
-    _require(service, http)
+async def _is_paused(service: Service, _: Request) -> Response:
     return json_response({"is_paused": _state(service).is_paused})
 
 
-async def _is_sleeping(service: Service, http: Request) -> Response:
-    _require(service, http)
+async def _is_sleeping(service: Service, _: Request) -> Response:
     return json_response({"is_sleeping": _state(service).sleep_level > 0})
-
-
-def _require(service: Service, http: Request) -> None:
-    """Raises ApiError unless the routes are on, and the client is the operator."""
-    require_operator(service, http)
-    if not service.config.options.enable_weight_updates:
-        text = "weight updates are off; start the server with --enable_weight_updates"
-        raise ApiError(404, text, code="weight_updates_off")
 
 
 def _state(service: Service) -> OperatedState:
@@ -170,13 +160,20 @@ def _state(service: Service) -> OperatedState:
 
 async def _read[T](service: Service, http: Request, kind: type[T]) -> T:
     """Returns the request in a body of JSON; one without a body has the defaults."""
-    with service.budget.reserve() as reservation:
+    with service.reserve_memory() as grow:
         empty = http.headers.get("content-length", "0") == "0" and "transfer-encoding" not in http.headers
-        body = bytearray() if empty else await read_json_body(http, lambda nbytes: service.grow(reservation, nbytes))
-        try:
+        body = bytearray() if empty else await read_json_body(http, grow)
+
+        def decode() -> T:
+            require_few_brackets(body)
             return msgspec.json.decode(body or b"{}", type=kind)
+
+        try:
+            return await service.read_body(len(body), decode)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise invalid(str(error)) from None
+        except RecursionError:
+            raise invalid("the body is nested too deeply") from None
 
 
 def _converted[T](kind: type[T], fields: dict[str, Any]) -> T:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import socket
@@ -12,7 +11,6 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from dsv3.config.options import EngineOptions
 from dsv3.config.server_options import ServerOptions
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.client import EngineUnavailable
@@ -30,14 +28,6 @@ _FAREWELL_S = 2.0
 async def serving(service: Service, config: ServerConfig, listener: socket.socket) -> AsyncIterator[HttpServer]:
     """Serves HTTP on `listener` for the time of the `async with`; closes the service at its end."""
     options = config.options
-    service.metrics.cache_config = functools.partial(_cache_config, service, config.engine)
-    service.metrics.kernel_fallbacks = lambda: (
-        {} if service.engine.info is None else service.engine.info.kernel_fallbacks
-    )
-    if options.enable_weight_updates:
-        service.metrics.weight_version = lambda: (
-            "" if service.engine.info is None else service.engine.info.state.weight_version
-        )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(service.close)
         name, port = listener.getsockname()[:2]
@@ -64,19 +54,6 @@ def _access_log() -> OnAccess:
     log.setLevel(logging.INFO)
     log.propagate = False
     return lambda line: log.info("%s", msgspec.json.encode(line).decode())
-
-
-def _cache_config(service: Service, engine: EngineOptions) -> dict[str, str]:
-    """Returns the labels of vLLM's `cache_config_info` metric; empty before the engine is ready."""
-    if (info := service.engine.info) is None:
-        return {}
-    return {
-        "block_size": str(info.rules.page_size),
-        "cache_dtype": engine.kv_cache_dtype,
-        "enable_prefix_caching": str(engine.enable_prefix_caching),
-        "gpu_memory_utilization": str(engine.gpu_memory_utilization),
-        "num_gpu_blocks": str(info.num_pages),
-    }
 
 
 async def drain(service: Service, abort: asyncio.Event, options: ServerOptions, notify: Callable[[str], None]) -> None:

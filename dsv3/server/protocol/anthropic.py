@@ -170,51 +170,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     weight_version: str | msgspec.UnsetType = msgspec.UNSET  # that of the last token
 
 
-class MessageStart(msgspec.Struct, frozen=True, tag_field="type", tag="message_start"):
-    message: Message
-
-
-class BlockStart(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_start"):
-    index: int
-    content_block: OutputBlock
-
-
-class AnthropicTextDelta(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta"):
-    text: str
-
-
-class ThinkingDelta(msgspec.Struct, frozen=True, tag_field="type", tag="thinking_delta"):
-    thinking: str
-
-
-class InputDelta(msgspec.Struct, frozen=True, tag_field="type", tag="input_json_delta"):
-    partial_json: str
-
-
-class BlockDelta(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_delta"):
-    index: int
-    delta: AnthropicTextDelta | ThinkingDelta | InputDelta
-
-
-class BlockStop(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_stop"):
-    index: int
-
-
-class Stopped(msgspec.Struct, frozen=True, kw_only=True):
-    stop_reason: StopReason
-    stop_sequence: str | None
-
-
-class MessageDelta(msgspec.Struct, frozen=True, tag_field="type", tag="message_delta"):
-    delta: Stopped
-    usage: AnthropicUsage
-    weight_version: str | msgspec.UnsetType = msgspec.UNSET
-
-
-class MessageStop(msgspec.Struct, frozen=True, tag_field="type", tag="message_stop"):
-    """The last event."""
-
-
 class TokenCount(msgspec.Struct, frozen=True):
     """The response of `/v1/messages/count_tokens`."""
 
@@ -240,11 +195,7 @@ _KINDS = {
 }
 
 
-def messages_error(error: ApiError) -> MessagesError:
-    """Converts an error to this API's format."""
-    return MessagesError(MessagesErrorBody(_KINDS.get(error.status, "invalid_request_error"), error.body.message))
-
-
 def messages_envelope(error: ApiError) -> bytes:
-    """Returns the JSON of an error."""
-    return msgspec.json.encode(messages_error(error))
+    """Returns the JSON of an error in this API's format."""
+    body = MessagesErrorBody(_KINDS.get(error.status, "invalid_request_error"), error.body.message)
+    return msgspec.json.encode(MessagesError(body))

@@ -419,29 +419,10 @@ class ChatChoice(_Choice, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None = None
 
 
-class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    name: str | None = None
-    arguments: str
-
-
-class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A part of a call; the first one has id, type and name."""
-
-    index: int
-    id: str | None = None
-    type: str | None = None
-    function: FunctionDelta
-
-
-class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    role: str | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
-
-
 class ChunkChoice(_Choice, frozen=True, kw_only=True):
-    delta: Delta
+    """`delta` has new parts of an `AssistantMessage`; the first one of a call has its id, type and name."""
+
+    delta: dict[str, Any]
     logprobs: ChatLogprobs | None = None
 
 

@@ -6,34 +6,25 @@ import msgspec
 
 from dsv3.server.protocol.anthropic import (
     AnthropicText,
-    AnthropicTextDelta,
     AnthropicTool,
     AnthropicUsage,
-    BlockDelta,
-    BlockStart,
-    BlockStop,
     ContentBlock,
-    InputDelta,
     InputMessage,
     Message,
-    MessageDelta,
     MessagesRequest,
-    MessageStart,
-    MessageStop,
     OutputBlock,
-    Stopped,
     StopReason,
-    ThinkingDelta,
     Thought,
     TokenCount,
     ToolChoice,
     ToolUse,
-    messages_error,
+    messages_envelope,
 )
 from dsv3.server.protocol.errors import ApiError, invalid
 from dsv3.server.protocol.openai import CalledFunction, ChatMessage, ChatRequest, ToolCall
 from dsv3.server.serving.conversation import (
     ConversationHandler,
+    Kind,
     Section,
     SectionChange,
     chat_request,
@@ -59,13 +50,9 @@ _NAMES = {
 class MessagesHandler(ConversationHandler[MessagesRequest]):
     """Handles a `MessagesRequest`."""
 
+    id_prefix = "msg_"
     vendor_type = MessagesRequest
     names = _NAMES
-
-    @property
-    def id(self) -> str:
-        """The response's id; set by `prepare`."""
-        return f"msg_{self.generation.id}"
 
     def to_chat_request(self, request: MessagesRequest) -> ChatRequest:
         if request.max_tokens is None:
@@ -78,26 +65,29 @@ class MessagesHandler(ConversationHandler[MessagesRequest]):
         return self._message(content, reason, sequence, version or msgspec.UNSET)
 
     def opening_events(self) -> list[bytes]:
-        return [_event(MessageStart(self._message([])))]
+        return [_event("message_start", message=self._message([]))]
 
     def change_events(self, change: SectionChange) -> list[bytes]:
         section = change.section
         match change.what:
             case "opened":
-                return [_event(BlockStart(section.index, _block(section, whole=False)))]
+                block = _block(section, whole=False)
+                return [_event("content_block_start", index=section.index, content_block=block)]
             case "grown":
-                return [_event(BlockDelta(section.index, _DELTAS[section.kind](change.text)))]
+                kind, field = _DELTAS[section.kind]
+                delta = {"type": kind, field: change.text}
+                return [_event("content_block_delta", index=section.index, delta=delta)]
             case "closed":
-                return [_event(BlockStop(section.index))]
+                return [_event("content_block_stop", index=section.index)]
 
     def closing_events(self, last: ChoiceUpdate) -> list[bytes]:
         reason, sequence = _stop_reason(last)
-        stopped = Stopped(stop_reason=reason, stop_sequence=sequence)
-        delta = MessageDelta(stopped, self._usage(), last.weight_version or msgspec.UNSET)
-        return [_event(delta), _event(MessageStop())]
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        version = {"weight_version": last.weight_version} if last.weight_version else {}
+        return [_event("message_delta", delta=delta, usage=self._usage(), **version), _event("message_stop")]
 
     def failure(self, error: ApiError) -> bytes:
-        return _event(messages_error(error))
+        return b"event: error\ndata: " + messages_envelope(error)
 
     def _message(
         self,
@@ -139,12 +129,17 @@ async def count_tokens(service: Service, body: bytes | bytearray) -> TokenCount:
     return TokenCount(len(prompt.token_ids))
 
 
-_DELTAS: dict[str, Any] = {"text": AnthropicTextDelta, "reasoning": ThinkingDelta, "call": InputDelta}
+# Kind of a section -> the type of its deltas, and the field that has the text.
+_DELTAS: dict[Kind, tuple[str, str]] = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 
-def _event(event: msgspec.Struct) -> bytes:
-    """Returns the lines of an event; its name is its type."""
-    return to_event(event, str(event.__struct_config__.tag))
+def _event(name: str, **fields: object) -> bytes:
+    """Returns the lines of an event; its type is its name."""
+    return to_event({"type": name, **fields}, name)
 
 
 def _block(section: Section, whole: bool) -> OutputBlock:

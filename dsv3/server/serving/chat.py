@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`: maps deltas of an answer to OpenAI's JSON."""
 
-import functools
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -15,23 +15,11 @@ from dsv3.server.protocol.openai import (
     ChatRequest,
     ChatResponse,
     ChunkChoice,
-    Delta,
-    FunctionDelta,
     MessageToolCall,
-    ToolCallDelta,
 )
 from dsv3.server.serving.generation import ChoiceUpdate
-from dsv3.server.serving.handler import (
-    LIST_OF_GAP,
-    CompleteChoice,
-    RequestHandler,
-    fill_gaps,
-    to_event,
-    to_json,
-    with_commas,
-)
+from dsv3.server.serving.handler import LIST_OF_GAP, CompleteChoice, RequestHandler, to_event
 from dsv3.server.serving.prompts import EncodedPrompt, RequestTools, chat_prompt, read_tools, thinking_token_budget
-from dsv3.server.serving.resume import ResumedChoice
 from dsv3.server.serving.sampling import build_grammar, can_constrain, parse_constraint
 from dsv3.server.serving.service import Service
 from dsv3.server.tenants import Tenant
@@ -46,21 +34,20 @@ class ChatHandler(RequestHandler[ChatRequest]):
     """Handles a `ChatRequest`."""
 
     request_type = ChatRequest
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
 
     def __init__(self, service: Service, body: bytes | bytearray, tenant: Tenant | None = None):
         super().__init__(service, body, tenant)
-        self._started: set[int] = set()
         self._tools = RequestTools()
         self._start: tuple[ParserState, ParserState] | None = None
-
-    @functools.cached_property
-    def _is_plain(self) -> bool:
-        return not (self.request.logprobs or self.request.return_token_ids or self.returns_arrays)
 
     @property
     def _no_ids(self) -> list[int] | msgspec.UnsetType:
         return [] if self.request.return_token_ids else msgspec.UNSET
+
+    def _prompt_ids(self, is_first: bool = True) -> list[int] | msgspec.UnsetType:
+        wanted = is_first and self.request.return_token_ids
+        return self.generation.prompts[0].token_ids.tolist() if wanted else msgspec.UNSET
 
     def check(self) -> None:
         if self.request.top_logprobs is not None and not self.request.logprobs:
@@ -118,12 +105,12 @@ class ChatHandler(RequestHandler[ChatRequest]):
             model=self.model,
             choices=choices,
             usage=self.usage,
-            prompt_token_ids=self._prompt_ids if self.request.return_token_ids else msgspec.UNSET,
+            prompt_token_ids=self._prompt_ids(),
         )
 
     def events(self, update: ChoiceUpdate) -> list[bytes]:
         """Returns a chunk with the role first, then one per delta; the last has the finish reason."""
-        if self._is_plain and update.finish_reason is None and update.choice in self._started:  # the usual case
+        if self.is_plain and update.finish_reason is None and update.choice in self.started:  # the usual case
             index, version = update.choice, update.weight_version or msgspec.UNSET
             deltas = map(_openai_delta, update.deltas)
             return [
@@ -131,29 +118,22 @@ class ChatHandler(RequestHandler[ChatRequest]):
                 for delta in deltas
             ]
         chunks = [self.chunk([choice]) for choice in self._chunks(update)]
-        if update.choice not in self._started:
-            self._started.add(update.choice)
-            delta = Delta(role="assistant", content="")
+        if update.choice not in self.started:
+            self.started.add(update.choice)
+            delta = {"role": "assistant", "content": ""}
             first = ChunkChoice(index=update.choice, delta=delta, token_ids=self._no_ids)
-            chunks.insert(0, self.chunk([first], with_prompt_ids=bool(self.request.return_token_ids)))
+            chunks.insert(0, self.chunk([first], is_first=True))
         return [to_event(chunk) for chunk in chunks]
 
-    def skip(self, choice: int, resumed: ResumedChoice) -> None:
-        self._started.add(choice)
-
-    def chunk(self, choices: list[ChunkChoice], usage: object = None, with_prompt_ids: bool = False) -> ChatChunk:
+    def chunk(self, choices: list[ChunkChoice], usage: object = None, is_first: bool = False) -> ChatChunk:
         return ChatChunk(
             id=self.id,
             created=self.created,
             model=self.model,
             choices=choices,
             usage=usage if self.includes_usage else msgspec.UNSET,  # type: ignore[arg-type]
-            prompt_token_ids=self._prompt_ids if with_prompt_ids else msgspec.UNSET,
+            prompt_token_ids=self._prompt_ids(is_first),
         )
-
-    @property
-    def _prompt_ids(self) -> list[int]:
-        return self.generation.prompts[0].token_ids.tolist()
 
     def choice(self, whole: CompleteChoice) -> Iterator[bytes]:
         content, reasoning = whole.text, whole.reasoning
@@ -161,21 +141,16 @@ class ChatHandler(RequestHandler[ChatRequest]):
         parsers = self.service.parsers
         thinks = parsers is not None and parsers.splits_reasoning
         choice = ChatChoice(
-            index=whole.index,
             message=AssistantMessage(
                 content=content if content or not (reasoning or calls) else None,
                 reasoning_content=(reasoning or None) if thinks else msgspec.UNSET,
                 tool_calls=calls or msgspec.UNSET,
             ),
             logprobs=ChatLogprobs(LIST_OF_GAP) if self.request.logprobs else None,
-            finish_reason=whole.finish_reason,
             stop_reason=whole.stop_reason,
-            token_ids=whole.token_ids if self.request.return_token_ids else msgspec.UNSET,
-            **self.arrays_of_gaps,
-            **whole.weights,
+            **self.fields_of(whole),
         )
-        columns = [with_commas(column) for column in whole.columns]
-        return fill_gaps(to_json(choice), [*self.arrays(whole), *columns])
+        return self.fill_choice(choice, whole, whole.columns)
 
     def logprob_columns(self, update: ChoiceUpdate) -> tuple[bytes, ...]:
         if not self.request.logprobs:
@@ -188,35 +163,25 @@ class ChatHandler(RequestHandler[ChatRequest]):
         If token ids are requested, the other chunks have an empty list: a router holds them back until the last one
         (docs/failures.md).
         """
-        columns, wants_ids = self.logprob_columns(update), bool(self.request.return_token_ids)
+        columns, fields = self.logprob_columns(update), self.new_fields_of(update)
         logprobs = ChatLogprobs(msgspec.Raw(b"[%s]" % columns[0])) if columns else None
-        arrays = self.new_arrays(update)
-        has_rest = update.finish_reason or (update.token_ids and (logprobs or wants_ids)) or arrays
-        if not update.deltas and not has_rest:
+        has_tokens = bool(update.token_ids) and (logprobs is not None or bool(self.request.return_token_ids))
+        has_arrays = "routed_experts" in fields or "sampling_mask" in fields
+        if not (update.deltas or update.finish_reason or has_tokens or has_arrays):
             return []
-        deltas = [_openai_delta(delta) for delta in update.deltas] or [Delta()]
+        deltas = [_openai_delta(delta) for delta in update.deltas] or [{}]
         chunks = [ChunkChoice(index=update.choice, delta=delta, token_ids=self._no_ids) for delta in deltas[:-1]]
-        last = ChunkChoice(
-            index=update.choice,
-            delta=deltas[-1],
-            logprobs=logprobs,
-            finish_reason=update.finish_reason,
-            stop_reason=update.stop_reason,
-            token_ids=update.token_ids if wants_ids else msgspec.UNSET,
-            weight_version=update.weight_version or msgspec.UNSET,
-            **arrays,
-        )
-        return [*chunks, last]
+        return [*chunks, ChunkChoice(delta=deltas[-1], logprobs=logprobs, stop_reason=update.stop_reason, **fields)]
 
 
-def _openai_delta(delta: AnswerDelta) -> Delta:
+def _openai_delta(delta: AnswerDelta) -> dict[str, Any]:
     match delta:
         case TextDelta():
-            return Delta(content=delta.text)
+            return {"content": delta.text}
         case ReasoningDelta():
-            return Delta(reasoning_content=delta.text)
+            return {"reasoning_content": delta.text}
         case ToolCallStart():
-            function = FunctionDelta(name=delta.name, arguments="")
-            return Delta(tool_calls=[ToolCallDelta(index=delta.index, id=delta.id, type="function", function=function)])
+            function = {"name": delta.name, "arguments": ""}
+            return {"tool_calls": [{"index": delta.index, "id": delta.id, "type": "function", "function": function}]}
         case ToolArgumentsDelta():
-            return Delta(tool_calls=[ToolCallDelta(index=delta.index, function=FunctionDelta(arguments=delta.text))])
+            return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}

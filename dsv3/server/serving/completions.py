@@ -1,6 +1,5 @@
 """`POST /v1/completions`: maps text to OpenAI's JSON."""
 
-import functools
 from collections.abc import Iterator
 
 import msgspec
@@ -8,15 +7,7 @@ import msgspec
 from dsv3.server.protocol.errors import invalid
 from dsv3.server.protocol.openai import CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse
 from dsv3.server.serving.generation import ChoiceUpdate
-from dsv3.server.serving.handler import (
-    LIST_OF_GAP,
-    CompleteChoice,
-    RequestHandler,
-    fill_gaps,
-    to_event,
-    to_json,
-    with_commas,
-)
+from dsv3.server.serving.handler import LIST_OF_GAP, CompleteChoice, RequestHandler, to_event
 from dsv3.server.serving.logprobs import LogprobEncoder
 from dsv3.server.serving.prompts import EncodedPrompt, completion_prompts, echoed_prompts
 from dsv3.server.serving.resume import ResumedChoice
@@ -31,16 +22,11 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
     """Handles a `CompletionRequest`."""
 
     request_type = CompletionRequest
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
 
     def __init__(self, service: Service, body: bytes | bytearray, tenant: Tenant | None = None):
         super().__init__(service, body, tenant)
-        self._started: set[int] = set()
         self._offsets: dict[int, int] = {}  # characters of text before the next token, by choice
-
-    @functools.cached_property
-    def _is_plain(self) -> bool:
-        return self.request.logprobs is None and not self.request.return_token_ids and not self.returns_arrays
 
     def check(self) -> None:
         request = self.request
@@ -77,19 +63,14 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
 
     def choice(self, whole: CompleteChoice) -> Iterator[bytes]:
         choice = CompletionChoice(
-            index=whole.index,
             text=self._echo(whole.index) + whole.text,
             logprobs=None if self.request.logprobs is None else CompletionLogprobs(*[LIST_OF_GAP] * 4),
-            finish_reason=whole.finish_reason,
             stop_reason=whole.stop_reason,
-            token_ids=whole.token_ids if self.request.return_token_ids else msgspec.UNSET,
             prompt_token_ids=self._prompt_ids(whole.index),
             prompt_logprobs=msgspec.UNSET if self.request.prompt_logprobs is None else LIST_OF_GAP,
-            **self.arrays_of_gaps,
-            **whole.weights,
+            **self.fields_of(whole),
         )
-        columns = [with_commas(column) for column in whole.columns]
-        return fill_gaps(to_json(choice), [*self.arrays(whole), *columns])
+        return self.fill_choice(choice, whole, whole.columns)
 
     def logprob_columns(self, update: ChoiceUpdate) -> tuple[bytes, ...]:
         """Returns the lists of `logprobs`, including an echoed prompt's tokens, and of `prompt_logprobs`."""
@@ -127,12 +108,12 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
 
     def events(self, update: ChoiceUpdate) -> list[bytes]:
         """Returns an event with the update's text; the last has the finish reason."""
-        is_first = update.choice not in self._started
-        if self._is_plain and not is_first and update.finish_reason is None:  # the usual case
+        is_first = update.choice not in self.started
+        if self.is_plain and not is_first and update.finish_reason is None:  # the usual case
             version = update.weight_version or msgspec.UNSET
             choice = CompletionChoice(index=update.choice, text=_text(update), weight_version=version)
             return [to_event(self.chunk([choice]))] if update.deltas else []
-        self._started.add(update.choice)
+        self.started.add(update.choice)
         choice = self._choice(update, is_first)
         has_arrays = isinstance(choice.routed_experts, msgspec.Raw) or isinstance(choice.sampling_mask, msgspec.Raw)
         if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids or is_first or has_arrays:
@@ -140,7 +121,7 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
         return []
 
     def skip(self, choice: int, resumed: ResumedChoice) -> None:
-        self._started.add(choice)
+        super().skip(choice, resumed)
         if self.request.logprobs is not None:
             self._offsets[choice] = self.service.logprobs.num_chars(resumed.token_ids)
 
@@ -159,15 +140,11 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
     def _choice(self, update: ChoiceUpdate, is_first: bool) -> CompletionChoice:
         columns = self.logprob_columns(update)
         return CompletionChoice(
-            index=update.choice,
             text=(self._echo(update.choice) if is_first else "") + _text(update),
             logprobs=CompletionLogprobs(*(msgspec.Raw(b"[%s]" % column) for column in columns)) if columns else None,
-            finish_reason=update.finish_reason,
             stop_reason=update.stop_reason,
-            token_ids=update.token_ids if self.request.return_token_ids else msgspec.UNSET,
             prompt_token_ids=self._prompt_ids(update.choice) if is_first else msgspec.UNSET,
-            weight_version=update.weight_version or msgspec.UNSET,
-            **self.new_arrays(update),
+            **self.new_fields_of(update),
         )
 
     def _echo(self, choice: int) -> str:

@@ -31,16 +31,12 @@ class Section:
     def __init__(self, index: int, kind: Kind, call: ToolCallStart | None = None):
         self.index, self.kind, self.call = index, kind, call
         self.is_open = True
-        self._text = io.StringIO()
+        self.written = io.StringIO()
 
     @property
     def text(self) -> str:
         """The section's text so far."""
-        return self._text.getvalue()
-
-    def add(self, text: str) -> None:
-        """Appends text."""
-        self._text.write(text)
+        return self.written.getvalue()
 
 
 class SectionChange(NamedTuple):
@@ -85,7 +81,7 @@ class Sections:
         return [*changes, SectionChange("opened", self.all[-1])]
 
     def _grow(self, text: str) -> SectionChange:
-        self.all[-1].add(text)
+        self.all[-1].written.write(text)
         return SectionChange("grown", self.all[-1], text)
 
 

@@ -9,14 +9,7 @@ from dsv3.server.protocol.errors import ApiError, invalid
 from dsv3.server.protocol.openai import ChatLogprobs, CompletionRequest, FinishReason, GenerateRequest, Usage
 from dsv3.server.serving.completions import CompletionHandler
 from dsv3.server.serving.generation import ChoiceUpdate
-from dsv3.server.serving.handler import (
-    LIST_OF_GAP,
-    CompleteChoice,
-    fill_gaps,
-    to_event,
-    to_json,
-    with_commas,
-)
+from dsv3.server.serving.handler import LIST_OF_GAP, CompleteChoice, to_event, with_commas
 from dsv3.server.serving.logprobs import LogprobEncoder
 from dsv3.server.serving.request_parsing import converted, read_request
 
@@ -83,16 +76,9 @@ class GenerateHandler(CompletionHandler):
         return found if self.request.prompt_logprobs is None else [*found, with_commas(wholes[0].columns[-1])]
 
     def choice(self, whole: CompleteChoice) -> Iterator[bytes]:
-        choice = GenerateChoice(
-            index=whole.index,
-            logprobs=None if self.request.logprobs is None else ChatLogprobs(LIST_OF_GAP),
-            finish_reason=whole.finish_reason,
-            token_ids=whole.token_ids,
-            **self.arrays_of_gaps,
-            **whole.weights,
-        )
-        columns = [with_commas(column) for column in whole.columns[:1] if self.request.logprobs is not None]
-        return fill_gaps(to_json(choice), [*self.arrays(whole), *columns])
+        logprobs = None if self.request.logprobs is None else ChatLogprobs(LIST_OF_GAP)
+        columns = whole.columns[:1] if logprobs is not None else []
+        return self.fill_choice(GenerateChoice(logprobs=logprobs, **self.fields_of(whole)), whole, columns)
 
     def logprob_columns(self, update: ChoiceUpdate) -> tuple[bytes, ...]:
         """Returns the records of `logprobs`, and those of `prompt_logprobs`, which the response has."""
@@ -107,15 +93,8 @@ class GenerateHandler(CompletionHandler):
     def events(self, update: ChoiceUpdate) -> list[bytes]:
         """Returns an event with the tokens of an update."""
         columns = self.logprob_columns(update)
-        choice = GenerateChoice(
-            index=update.choice,
-            logprobs=ChatLogprobs(msgspec.Raw(b"[%s]" % columns[0])) if columns else None,
-            finish_reason=update.finish_reason,
-            token_ids=update.token_ids,
-            weight_version=update.weight_version or msgspec.UNSET,
-            **self.new_arrays(update),
-        )
-        return [to_event(self.chunk([choice]))]
+        logprobs = ChatLogprobs(msgspec.Raw(b"[%s]" % columns[0])) if columns else None
+        return [to_event(self.chunk([GenerateChoice(logprobs=logprobs, **self.new_fields_of(update))]))]
 
     def chunk(self, choices: list, usage: object = None) -> Any:
         shown = usage if self.includes_usage else msgspec.UNSET

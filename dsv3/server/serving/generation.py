@@ -75,21 +75,20 @@ class Generation:
         prompts: list[EncodedPrompt],
         sampling: SamplingParams,
         requests: list[PreparedRequest],
-        tenant: Tenant | None = None,
-        timeline: RequestTimeline | None = None,
+        tenant: Tenant | None,
+        timeline: RequestTimeline,
         *,
         first: int,
-        resumed: Sequence[ResumedChoice] = (),
-        includes_resumed: bool = False,
-        prompt_only: bool = False,
+        resumed: Sequence[ResumedChoice],
+        includes_resumed: bool,
+        prompt_only: bool,
     ):
         self.id = secrets.token_hex(16)
         self.prompts = prompts
         self.n = sampling.n
         self.sampling = sampling
-        self._service, self.tenant = service, tenant
-        self.timeline = timeline or RequestTimeline()
-        self._is_timed = self.timeline.is_wanted
+        self._service, self.tenant, self.timeline = service, tenant, timeline
+        self._is_timed = timeline.is_wanted
         self._requests = requests
         self._first, self._resumed, self._includes_resumed = first, resumed, includes_resumed
         self._prompt_only = prompt_only
@@ -407,23 +406,13 @@ class ChoiceStream:
 
 
 async def prepare_requests(
-    service: Service,
-    prompts: list[EncodedPrompt],
-    sampling: SamplingParams,
-    cache_salt: str,
-    pages_from: str,
-    rank: int | None,
-    resumed: Sequence[ResumedChoice],
-    priority: int = 0,
-    grammar: str = "",
-    prompt_experts: ExpertIds | None = None,
-    *,
-    return_timing: bool = False,
+    service: Service, prompts: list[EncodedPrompt], common: EngineRequest, resumed: Sequence[ResumedChoice]
 ) -> tuple[int, list[PreparedRequest]]:
-    """Returns the first request id and the engine's requests; raises ApiError.
+    """Returns the first request id and the engine's requests, all like `common`; raises ApiError.
 
     There is one request per prompt, or one per unfinished resumed choice. Long prompts are hashed in a thread.
     """
+    sampling = common.sampling
     if sampling.stop and service.tokenizer is None:
         raise invalid("stop: this model has no tokenizer; use stop_token_ids", "stop", "no_tokenizer")
     rules, capacity = service.require_ready().rules, service.engine.capacity
@@ -437,21 +426,19 @@ async def prepare_requests(
     except EngineBusy as error:
         raise _api_error(service, error) from None
     first = service.engine.new_ids(count)
-    common = EngineRequest(
-        request_id=first,
-        prompt_token_ids=(),
-        sampling=sampling,
-        cache_salt=cache_salt,
-        pages_from=pages_from,
-        rank=rank,
-        priority=priority,
-        grammar=grammar,
-        prompt_experts=prompt_experts,
-        return_timing=return_timing,
-    )
     replace, n = msgspec.structs.replace, sampling.n
-    if resumed:
-        requests = _resuming(common, prompts, resumed)
+    if resumed:  # a request for each unfinished choice: no two of them have the same tokens
+        requests = [
+            replace(
+                common,
+                request_id=first + i,
+                prompt_token_ids=prompts[i // n].token_ids,
+                sampling=sampling_for_sequence(sampling, i % n),
+                answer_token_ids=choice.token_ids,
+            )
+            for i, choice in enumerate(resumed)
+            if choice.finish_reason is None
+        ]
     else:
         requests = [
             replace(common, request_id=first + n * i, prompt_token_ids=prompt.token_ids)
@@ -466,24 +453,6 @@ async def prepare_requests(
         raise not_in_vocabulary(error.vocab_size) from None
     except InvalidRequest as error:
         raise invalid(str(error)) from None
-
-
-def _resuming(
-    common: EngineRequest, prompts: list[EncodedPrompt], resumed: Sequence[ResumedChoice]
-) -> list[EngineRequest]:
-    """Returns a request for each unfinished choice: no two of them have the same tokens."""
-    replace, n = msgspec.structs.replace, common.sampling.n
-    return [
-        replace(
-            common,
-            request_id=common.request_id + i,
-            prompt_token_ids=prompts[i // n].token_ids,
-            sampling=sampling_for_sequence(common.sampling, i % n),
-            answer_token_ids=choice.token_ids,
-        )
-        for i, choice in enumerate(resumed)
-        if choice.finish_reason is None
-    ]
 
 
 def _api_error(service: Service, error: Exception) -> ApiError:

@@ -9,15 +9,16 @@ import abc
 import array
 import asyncio
 import base64
+import functools
 import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from dsv3.scheduler.request import MAX_PRIORITY, ExpertIds, join_routed_experts
+from dsv3.scheduler.request import MAX_PRIORITY, EngineRequest, ExpertIds, join_routed_experts
 from dsv3.server.otlp import Span
 from dsv3.server.protocol.errors import ApiError, invalid
 from dsv3.server.protocol.openai import FinishReason, SampledRequest, Usage
@@ -63,7 +64,7 @@ class CompleteChoice:
         self.stop_reason: str | int | None = None
         self.columns: list[list[bytes]] = []
         self._routed_experts: list[ExpertIds] = []
-        self._kept: list[bytes] = []
+        self.kept: list[bytes] = []  # the tokens that each token was drawn from
         self._weight_versions: list[tuple[int, str]] = []
         self._text, self._reasoning = io.StringIO(), io.StringIO()
         self._calls: list[tuple[ToolCallStart, io.StringIO]] = []
@@ -111,7 +112,7 @@ class CompleteChoice:
         self._token_ids.extend(update.token_ids)
         if update.routed_experts is not None:
             self._routed_experts.append(update.routed_experts)
-        self._kept += _kept(update)
+        self.kept += _kept(update)
         self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
         self.columns = self.columns or [[] for _ in columns]
         for column, items in zip(self.columns, columns, strict=True):
@@ -127,10 +128,6 @@ class CompleteChoice:
         """Returns the base64 of the ids of the experts of the prompt's `tokens` tokens."""
         ids = join_routed_experts(self._routed_experts, tokens)
         return "" if ids is None else base64.b64encode(np.ascontiguousarray(ids)).decode()
-
-    def sampling_mask(self) -> Iterator[bytes]:
-        """Yields the base64 of a .npz file: the tokens that each token of the response was drawn from."""
-        return _encoded_mask(self._kept)
 
 
 def _kept(update: ChoiceUpdate) -> list[bytes]:
@@ -193,15 +190,6 @@ async def join_slices(pieces: Iterable[bytes]) -> bytes:
 to_json: Callable[[object], bytes] = msgspec.json.Encoder().encode
 
 
-class RequestSummary(NamedTuple):
-    """What the access log has of a request; `first_token_at` is a time of `time.monotonic`."""
-
-    model: str
-    prompt_tokens: int
-    completion_tokens: int
-    first_token_at: float | None
-
-
 def to_event(value: object, name: str | None = None) -> bytes:
     """Returns the lines of a server-sent event with the JSON of a value, without the blank line behind them."""
     head = b"" if name is None else b"event: %b\n" % name.encode()
@@ -209,7 +197,7 @@ def to_event(value: object, name: str | None = None) -> bytes:
 
 
 class RequestHandler[Request: SampledRequest](abc.ABC):
-    """One request: call `prepare`, then `whole` for the complete response, or `start` for events and `close` at last.
+    """One request: call `prepare`, then `whole` for the complete response, or `start` for events; close `generation`.
 
     `tenant` is the sender, if known. The request's priority number is raised to `min_priority`.
     """
@@ -230,13 +218,15 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
         self.min_priority = -MAX_PRIORITY
         self.created = int(time.time())
         self._body = body
+        self.started: set[int] = set()
+        """Choices whose first events the client has."""
         self._num_experts_sent: dict[int, int] = {}  # tokens, by choice
         self._expert_bytes = self._mask_bytes = 0
 
     @property
     def id(self) -> str:
         """The response's id; set by `prepare`."""
-        return f"{self.id_prefix}-{self.generation.id}"
+        return f"{self.id_prefix}{self.generation.id}"
 
     @property
     def usage(self) -> Usage:
@@ -246,10 +236,10 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
             return usage
         return msgspec.structs.replace(usage, timing=self.timeline.split())
 
-    def summary(self) -> RequestSummary:
-        """Returns what the access log needs, as of now; call it after `prepare`."""
+    def summary(self) -> tuple[str, int, int, float | None]:
+        """Returns model, prompt tokens, completion tokens and the first token's time, as of now, after `prepare`."""
         usage = self.generation.usage
-        return RequestSummary(self.model, usage.prompt_tokens, usage.completion_tokens, self.timeline.first_token_at)
+        return self.model, usage.prompt_tokens, usage.completion_tokens, self.timeline.first_token_at
 
     @property
     def streams(self) -> bool:
@@ -298,19 +288,19 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
         answered = resumed_tokens(self.service, self.request, sampling, prompts)
         self.request.resume = None  # frees the second copy
         self._resumed = await replay_choices(self.service, prompts, sampling, answered, self.parser, bool(grammar))
-        first, requests = await prepare_requests(
-            self.service,
-            prompts,
-            sampling,
-            salt,
-            source,
-            self.rank,
-            self._resumed,
-            priority,
-            grammar,
-            experts,
+        common = EngineRequest(
+            request_id=0,
+            prompt_token_ids=(),
+            sampling=sampling,
+            cache_salt=salt,
+            pages_from=source,
+            rank=self.rank,
+            priority=priority,
+            grammar=grammar,
+            prompt_experts=experts,
             return_timing=self.timeline.is_wanted,
         )
+        first, requests = await prepare_requests(self.service, prompts, common, self._resumed)
         if bootstrap is not None:
             requests = bootstrap.with_rooms(requests)
         length = sum(len(prompt.token_ids) for prompt in prompts)
@@ -363,21 +353,45 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
         """Whether choices have arrays: `routed_experts` or a `sampling_mask`."""
         return bool(self.request.return_routed_experts or self.request.return_sampling_mask)
 
-    @property
-    def arrays_of_gaps(self) -> dict[str, Any]:
-        """The fields of a choice that `arrays` fills."""
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether events have nothing but deltas until the choice ends."""
+        return self.num_logprobs() is None and not self.request.return_token_ids and not self.returns_arrays
+
+    def fields_of(self, whole: CompleteChoice) -> dict[str, Any]:
+        """Returns the fields that a complete choice has in every API; `fill_choice` fills the arrays among them."""
         names = [name for name in ("routed_experts", "sampling_mask") if getattr(self.request, f"return_{name}")]
-        return dict.fromkeys(names, TEXT_OF_GAP)
+        return {
+            "index": whole.index,
+            "finish_reason": whole.finish_reason,
+            "token_ids": whole.token_ids if self.request.return_token_ids else msgspec.UNSET,
+            **dict.fromkeys(names, TEXT_OF_GAP),
+            **whole.weights,
+        }
 
-    def arrays(self, whole: CompleteChoice) -> list[Iterator[bytes]]:
-        """Returns what fills the gaps of a choice's arrays, in the order of its fields."""
-        found = []
+    def fill_choice(
+        self, choice: msgspec.Struct, whole: CompleteChoice, columns: Iterable[list[bytes]]
+    ) -> Iterator[bytes]:
+        """Yields the JSON of a choice with the arrays and the `columns` of log-probabilities in its gaps."""
+        arrays = []
         if self.request.return_routed_experts:
-            found.append(whole.routed_experts(len(self.generation.prompt_of(whole.index).token_ids)))
-        return [*found, whole.sampling_mask()] if self.request.return_sampling_mask else found
+            arrays.append(whole.routed_experts(len(self.generation.prompt_of(whole.index).token_ids)))
+        if self.request.return_sampling_mask:
+            arrays.append(_encoded_mask(whole.kept))
+        return fill_gaps(to_json(choice), [*arrays, *map(with_commas, columns)])
 
-    def new_arrays(self, update: ChoiceUpdate) -> dict[str, Any]:
-        """Returns the fields of an event: the experts of tokens that no event has had, and the masks of its tokens."""
+    def new_fields_of(self, update: ChoiceUpdate) -> dict[str, Any]:
+        """Returns the fields that an event's choice has in every API."""
+        return {
+            "index": update.choice,
+            "finish_reason": update.finish_reason,
+            "token_ids": update.token_ids if self.request.return_token_ids else msgspec.UNSET,
+            "weight_version": update.weight_version or msgspec.UNSET,
+            **self._new_arrays(update),
+        }
+
+    def _new_arrays(self, update: ChoiceUpdate) -> dict[str, Any]:
+        """Returns the arrays of an event: the experts of tokens that no event has had, and the masks of its tokens."""
         found: dict[str, Any] = {}
         if (part := update.routed_experts) is not None:
             sent = self._num_experts_sent.get(update.choice, 0)
@@ -420,10 +434,6 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
     def failure(self, error: ApiError) -> bytes:
         """Returns the lines of the event that ends a stream with an error."""
         return b"data: " + error.envelope()
-
-    def close(self) -> None:
-        """Aborts what is still running."""
-        self.generation.close()
 
     @abc.abstractmethod
     def check(self) -> None:
@@ -468,9 +478,9 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
     def events(self, update: ChoiceUpdate) -> list[bytes]:
         """Returns the lines of an update's events."""
 
-    @abc.abstractmethod
     def skip(self, choice: int, resumed: ResumedChoice) -> None:
         """Skips the first events of a choice that is resumed: the client has them from another server."""
+        self.started.add(choice)
 
     @abc.abstractmethod
     def chunk(self, choices: list, usage: object = None) -> msgspec.Struct:

@@ -17,12 +17,13 @@ from prometheus_client.utils import floatToGoString
 
 from dsv3.kv_cache.tiers.counts import CARRIERS, LOAD_BOUNDS
 from dsv3.scheduler.request import HOST_TIME_BOUNDS, STEP_TOKENS_BOUNDS
-from dsv3.server.engine.messages import Stats
+from dsv3.server.config import ServerConfig
+from dsv3.server.engine.messages import EngineInfo, Stats, number_in
 from dsv3.server.tenants import MAX_TENANTS, Tenant, Tenants
 
 
 class SharedNumbers:
-    """`size` float64 counters for each of `api_servers` processes; `mine` is the row of number `api_server`.
+    """`rows`: `size` float64 counters for each of `api_servers` processes; `mine` is that of number `api_server`.
 
     `descriptor` is the file that another API server process has made for the same shape; None makes a new one.
     """
@@ -35,12 +36,8 @@ class SharedNumbers:
                 self.descriptor = os.dup(file.fileno())
         else:
             self.descriptor = descriptor
-        self._rows = np.frombuffer(mmap.mmap(self.descriptor, num_bytes), np.float64).reshape(api_servers, size)
-        self.mine = self._rows[api_server]
-
-    def sum(self) -> np.ndarray:
-        """Returns the sum of the rows, [size] float64."""
-        return self._rows.sum(0)
+        self.rows = np.frombuffer(mmap.mmap(self.descriptor, num_bytes), np.float64).reshape(api_servers, size)
+        self.mine = self.rows[api_server]
 
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
@@ -184,32 +181,34 @@ _MAX_PENDING = 4096
 class Metrics:
     """All metrics of one server, labelled with the model's name; `numbers` are shared by its API servers.
 
-    Counts reach the other API servers with `flush`. `cache_config` returns the labels of `vllm:cache_config_info`, none
-    before they are known; `kernel_fallbacks` the operations whose kernels have been replaced, with the replacement;
-    `weight_version` the name of the weights, "" where they cannot be updated. `engines` returns of each engine whether
-    it is ready and its numbers; several have the label `engine`, from 0.
-    `process_*` are of the process that answers the scrape.
+    Counts reach the other API servers with `flush`. `info` returns what the engine is, None before it is ready; with
+    `config` it is described by labels. `engines` returns of each engine whether it is ready and its numbers; several
+    have the label `engine`, from 0. `process_*` are of the process that answers the scrape.
     """
 
-    def __init__(self, model_name: str, numbers: SharedNumbers | None = None, tenants: Tenants | None = None):
+    def __init__(
+        self,
+        model_name: str,
+        numbers: SharedNumbers | None = None,
+        tenants: Tenants | None = None,
+        config: ServerConfig | None = None,
+    ):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
-        self.cache_config: Callable[[], Mapping[str, str]] = dict
-        self.kernel_fallbacks: Callable[[], Mapping[str, str]] = dict
-        self.weight_version: Callable[[], str] = str
+        self.info: Callable[[], EngineInfo | None] = lambda: None
         self.engines: Callable[[], Sequence[tuple[bool, Stats]]] = list
-        self._model_name = model_name
+        self._model_name, self._config = model_name, config
         self._numbers = numbers or SharedNumbers(NUM_NUMBERS)
         self._tenants = tenants or Tenants()
-        self._stats: Stats = {}
+        self.stats: Stats = {}  # the engine's latest
         self._counts = dict.fromkeys(_INDEX, 0)
         self._observed: dict[str, list[float]] = {key: [] for key in _HISTOGRAMS}
         self._gaps = self._observed["itl"]
 
     def update(self, stats: Stats) -> None:
         """Sets the engine's numbers; those without a metric are ignored."""
-        self._stats = stats
+        self.stats = stats
 
     def observe(self, what: str, value: float) -> None:
         """Adds a value to a histogram by name, such as "ttft" or "prompt_length"."""
@@ -260,11 +259,6 @@ class Metrics:
                 mine[end] += sum(values)
                 values.clear()
 
-    @property
-    def stats(self) -> Stats:
-        """The engine's latest numbers."""
-        return self._stats
-
     def counted(self) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """Returns the sums over all API servers: totals, and the bucket counts of histograms.
 
@@ -272,7 +266,7 @@ class Metrics:
         Bucket counts of a latency are `[len(SECONDS) + 1]`.
         """
         self.flush()
-        numbers = self._numbers.sum()
+        numbers = self._numbers.rows.sum(0)
         totals = {key if isinstance(key, str) else key[1]: float(numbers[place]) for key, place in _INDEX.items()}
         ends = {key: start + len(_HISTOGRAMS[key][2]) + 1 for key, start in _HISTOGRAM_INDEX.items()}
         return totals, {key: numbers[start : ends[key]] for key, start in _HISTOGRAM_INDEX.items()}
@@ -284,21 +278,32 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yields every metric; prometheus_client's interface of a collector."""
         if len(engines := self.engines()) < 2:
-            yield from self._of_engine(self._stats)
+            yield from self._of_engine(self.stats)
         else:
             yield from _labelled([self._of_engine(stats) for _, stats in engines])
             up: dict[tuple[str, ...], float] = {(str(i),): float(is_ready) for i, (is_ready, _) in enumerate(engines)}
             yield self._family(GaugeMetricFamily, *_ENGINE_UP, up, ["engine"])
-        if labels := self.cache_config():
-            family = GaugeMetricFamily(*_CACHE_CONFIG, labels=["model_name", *labels])
-            family.add_metric([self._model_name, *labels.values()], 1)
-            yield family
-        if replaced := self.kernel_fallbacks():
+        if (info := self.info()) is not None and self._config is not None:
+            yield from self._of_info(info, self._config)
+        yield from self._counted()
+
+    def _of_info(self, info: EngineInfo, config: ServerConfig) -> Iterator[Metric]:
+        """Yields the metrics that describe the engine by their labels."""
+        engine = config.engine
+        labels = {
+            "block_size": str(info.rules.page_size),
+            "cache_dtype": engine.kv_cache_dtype,
+            "enable_prefix_caching": str(engine.enable_prefix_caching),
+            "gpu_memory_utilization": str(engine.gpu_memory_utilization),
+            "num_gpu_blocks": str(info.num_pages),
+        }
+        yield self._family(GaugeMetricFamily, *_CACHE_CONFIG, {tuple(labels.values()): 1.0}, labels)
+        if replaced := info.kernel_fallbacks:
             ones: dict[tuple[str, ...], float] = dict.fromkeys(replaced.items(), 1.0)
             yield self._family(GaugeMetricFamily, *_FALLBACKS, ones, ["operation", "backend"])
-        if version := self.weight_version():
-            yield self._family(GaugeMetricFamily, *_WEIGHTS, {(version,): 1.0}, ["weight_version"])
-        yield from self._counted()
+        if config.options.enable_weight_updates:
+            version = (info.state.weight_version,)
+            yield self._family(GaugeMetricFamily, *_WEIGHTS, {version: 1.0}, ["weight_version"])
 
     def _of_engine(self, stats: Stats) -> Iterator[Metric]:
         """Yields the metrics of one engine."""
@@ -307,14 +312,14 @@ class Metrics:
         takes_grammars = "grammars_num_kept" in stats
         gauges = _GAUGES | (_EXPERT_GAUGES if spread else {}) | (_GRAMMAR_GAUGES if takes_grammars else {})
         for key, (name, text) in (gauges | of_ranks).items():
-            yield self._family(GaugeMetricFamily, name, text, {(): _number(stats, key)})
+            yield self._family(GaugeMetricFamily, name, text, {(): number_in(stats, key)})
         drafts = _DRAFT_COUNTERS if "draft_num_drafts" in stats else {}
         events = _EVENT_COUNTERS if "kv_events_dropped" in stats else {}
         grammars = _GRAMMAR_COUNTERS if takes_grammars else {}
         for key, (name, text) in (
             _COUNTERS | (_EXPERT_COUNTERS if spread else {}) | drafts | grammars | events
         ).items():
-            yield self._family(CounterMetricFamily, name, text, {(): _number(stats, key)})
+            yield self._family(CounterMetricFamily, name, text, {(): number_in(stats, key)})
         if isinstance(even := stats.get("experts_balancedness_by_layer"), list):
             yield self._family(GaugeMetricFamily, *_EXPERT_LAYERS, _numbered(even), ["layer"])
         if isinstance(accepted := stats.get("draft_num_accepted_tokens_per_pos"), list):
@@ -325,7 +330,7 @@ class Metrics:
             (_STEP_TOKENS, STEP_TOKENS_BOUNDS, stats.get("step_tokens_counts"), ("prompt_tokens", "generated_tokens")),
         ):
             if isinstance(counts, list) and len(counts) == len(bounds) + 1:
-                yield self._histogram(name, text, bounds, counts, sum(_number(stats, total) for total in totals))
+                yield self._histogram(name, text, bounds, counts, sum(number_in(stats, total) for total in totals))
         yield from self._of_tiers(stats)
 
     def _of_tiers(self, stats: Stats) -> Iterator[Metric]:
@@ -334,17 +339,17 @@ class Metrics:
         if not tiers:
             return
         loading = "dsv3:num_requests_loading", "Requests that wait for pages of a tier."
-        yield self._family(GaugeMetricFamily, *loading, {(): _number(stats, "pages_num_loading")})
+        yield self._family(GaugeMetricFamily, *loading, {(): number_in(stats, "pages_num_loading")})
         kinds = ((GaugeMetricFamily, _TIER_GAUGES), (CounterMetricFamily, _TIER_COUNTERS))
         for kind, names in kinds:
             for key, (name, text) in names.items():
                 values: dict[tuple[str, ...], float] = {
-                    (tier,): _number(stats, f"pages_tiers_{tier}_{key}") for tier in tiers
+                    (tier,): number_in(stats, f"pages_tiers_{tier}_{key}") for tier in tiers
                 }
                 yield self._family(kind, name, text, values, ["tier"])
         family = HistogramMetricFamily(*_TIER_LOADS, labels=["model_name", "tier"])
         for tier in tiers:
-            counts, total = stats[f"pages_tiers_{tier}_loads"], _number(stats, f"pages_tiers_{tier}_load_seconds")
+            counts, total = stats[f"pages_tiers_{tier}_loads"], number_in(stats, f"pages_tiers_{tier}_load_seconds")
             if isinstance(counts, list):
                 family.add_metric([self._model_name, tier], _cumulated(LOAD_BOUNDS, counts), total)
         yield family
@@ -356,7 +361,7 @@ class Metrics:
     def _counted(self) -> Iterator[Metric]:
         """Yields the sums over all API servers."""
         self.flush()
-        numbers = self._numbers.sum().tolist()
+        numbers = self._numbers.rows.sum(0).tolist()
         for key, (name, text) in _TOTALS.items():
             yield self._family(CounterMetricFamily, name, text, {(): numbers[_INDEX[key]]})
         for (name, text, label), values in _LABELLED.items():
@@ -409,8 +414,3 @@ def _cumulated(bounds: Iterable[float], counts: Iterable[float]) -> list[tuple[s
 
 def _numbered(values: list[float]) -> dict[tuple[str, ...], float]:
     return {(str(i),): value for i, value in enumerate(values)}
-
-
-def _number(stats: Stats, key: str) -> float:
-    value = stats.get(key, 0)
-    return value if isinstance(value, int | float) else 0

@@ -7,16 +7,18 @@ one, so that a slow step delays no response.
 """
 
 import asyncio
+import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from dsv3.engine.step_log import EngineSnapshot, StepRecord
 from dsv3.scheduler.listing import RequestList
-from dsv3.server.engine.client import EngineClient
+from dsv3.server.engine.client import EngineClient, EngineUnavailable
+from dsv3.server.engine.messages import Inspection, number_in
 from dsv3.server.protocol.errors import unavailable
 from dsv3.server.serving.metrics import SECONDS, TIERS, Metrics
 
@@ -33,79 +35,48 @@ class SnapshotPoller:
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self._engine.on_inspection = self._on_snapshot
         self._requested_at = self._received_at = float("-inf")
         self._snapshot: EngineSnapshot | None = None
-        self._profile: asyncio.Future[list[StepRecord]] | None = None
-        self._listing: asyncio.Future[RequestList] | None = None
+        self._polling: asyncio.Task[None] | None = None
+        self._listing: asyncio.Task[RequestList] | None = None
+        self._has_profile_call = False
 
     def snapshot(self) -> EngineSnapshot | None:
         """Returns the latest snapshot, None if it is too old; requests the next one."""
         now = time.monotonic()
-        if now - self._requested_at > _POLL_INTERVAL_S:
-            self._requested_at = now
-            self._engine.inspect("snapshot")
+        if now - self._requested_at > _POLL_INTERVAL_S and (self._polling is None or self._polling.done()):
+            self._requested_at, self._polling = now, asyncio.create_task(self._poll())
         return self._snapshot if now - self._received_at < _SNAPSHOT_MAX_AGE_S else None
 
     async def requests(self) -> RequestList:
         """Returns what the engine runs; concurrent calls share a reply. Raises ApiError 503 without one in time."""
-        if self._engine.state != "ready":
-            raise unavailable(self._engine.reason, "engine_unavailable", retry_after=5)
         if self._listing is None or self._listing.done():
-            self._listing = asyncio.get_running_loop().create_future()
-            self._engine.inspect("requests")
-        try:
-            return await asyncio.wait_for(asyncio.shield(self._listing), _LISTING_WAIT_S)
-        except TimeoutError:
-            self._listing = None
-            raise unavailable(_NO_ANSWER.format(_LISTING_WAIT_S), "listing_timeout") from None
+            self._listing = asyncio.create_task(self._inspect("requests", _LISTING_WAIT_S, "listing_timeout"))
+            self._listing.add_done_callback(lambda task: task.cancelled() or task.exception())  # else asyncio logs it
+        return await asyncio.shield(self._listing)
 
-    async def start_profile(self) -> None:
-        """Starts a profile in the engine; raises ApiError as `stop_profile` does."""
-        await self._request("start_profile")
-
-    async def stop_profile(self) -> list[StepRecord]:
-        """Stops the profile and returns its steps; raises ApiError 503 where the engine does not answer in time."""
-        return await self._request("stop_profile")
-
-    async def _request(self, what: Literal["start_profile", "stop_profile"]) -> list[StepRecord]:
-        if self._engine.state != "ready":
-            raise unavailable(self._engine.reason, "engine_unavailable", retry_after=5)
-        if self._profile is not None:
+    async def profile(self, what: Literal["start_profile", "stop_profile"]) -> list[StepRecord]:
+        """Starts a profile in the engine, or stops it and returns its steps; raises ApiError 503 as `requests`."""
+        if self._has_profile_call:
             raise unavailable("another request is starting or stopping a profile; try again", "profile_busy")
-        self._profile = asyncio.get_running_loop().create_future()
-        self._engine.inspect(what)
+        self._has_profile_call = True
         try:
-            return await asyncio.wait_for(self._profile, _PROFILE_WAIT_S)
-        except TimeoutError:
-            raise unavailable(_NO_ANSWER.format(_PROFILE_WAIT_S), "profile_timeout") from None
+            return await self._inspect(what, _PROFILE_WAIT_S, "profile_timeout")
         finally:
-            self._profile = None
+            self._has_profile_call = False
 
-    def _on_snapshot(self, seen: EngineSnapshot | RequestList | list[StepRecord]) -> None:
-        if isinstance(seen, EngineSnapshot):
-            self._snapshot, self._received_at = seen, time.monotonic()
-        elif isinstance(seen, RequestList):
-            if self._listing is not None and not self._listing.done():
-                self._listing.set_result(seen)
-        elif self._profile is not None and not self._profile.done():
-            self._profile.set_result(seen)
+    async def _poll(self) -> None:
+        with contextlib.suppress(EngineUnavailable):
+            self._snapshot = await self._engine.inspect("snapshot")
+            self._received_at = time.monotonic()
 
-
-class SlowRequests:
-    """The traced requests that have waited longest for their first token in the last minutes: what to look up."""
-
-    def __init__(self) -> None:
-        self._found: list[dict[str, Any]] = []
-
-    def add(self, now: float, request_id: str, trace_id: str, first_token_s: float, seconds: float) -> None:
-        """Records a request that has ended at `now`, in Unix time."""
-        entry = {"at": now, "id": request_id, "trace_id": trace_id, "first_token_s": first_token_s, "seconds": seconds}
-        self._found = sorted([*self.since(now - KEPT_S), entry], key=lambda each: -each["first_token_s"])[:_NUM_SLOW]
-
-    def since(self, start: float) -> list[dict[str, Any]]:
-        """Returns those that have ended since `start`, the slowest first."""
-        return [each for each in self._found if each["at"] >= start]
+    async def _inspect(self, what: Inspection, wait_s: float, code: str) -> Any:
+        try:
+            return await asyncio.wait_for(self._engine.inspect(what), wait_s)
+        except EngineUnavailable as error:
+            raise unavailable(str(error), "engine_unavailable", retry_after=5) from None
+        except TimeoutError:
+            raise unavailable(_NO_ANSWER.format(wait_s), code) from None
 
 
 KEPT_S = 600
@@ -131,13 +102,17 @@ PERCENTILES = (50, 90, 99)
 
 
 class MetricsHistory:
-    """A ring buffer of the last `KEPT_S` rows, one per second; numbers that the server does not have are nan."""
+    """A ring buffer of the last `KEPT_S` rows, one per second; numbers that the server does not have are nan.
+
+    It also has the traced requests of that time that have waited longest for their first token: what to look up.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._rows = np.full((KEPT_S, _WIDTH), np.nan)
         self._count = 0
         self._second = -math.inf
+        self._slow_requests: list[dict[str, Any]] = []
 
     def record(self, now: float) -> None:
         """Appends a row if a new second has begun; `now` is the Unix time in seconds."""
@@ -145,6 +120,16 @@ class MetricsHistory:
             self._second = math.floor(now)
             self._rows[self._count % KEPT_S] = self._row(now)
             self._count += 1
+
+    def add_request(self, now: float, request_id: str, trace_id: str, first_token_s: float, seconds: float) -> None:
+        """Records a traced request that has ended at `now`, in Unix time, if it is one of the slowest."""
+        entry = {"at": now, "id": request_id, "trace_id": trace_id, "first_token_s": first_token_s, "seconds": seconds}
+        found = [*self.slow_requests(now), entry]
+        self._slow_requests = sorted(found, key=lambda each: -each["first_token_s"])[:_NUM_SLOW]
+
+    def slow_requests(self, now: float) -> list[dict[str, Any]]:
+        """Returns the slowest requests of the last `KEPT_S`, the slowest first."""
+        return [each for each in self._slow_requests if each["at"] >= now - KEPT_S]
 
     def series(self, since: float = 0.0) -> dict[str, list[float]]:
         """Returns `compute_series` of the rows after the Unix time `since`."""
@@ -155,7 +140,7 @@ class MetricsHistory:
 
     def _row(self, now: float) -> np.ndarray:
         stats, (totals, buckets) = self._metrics.stats, self._metrics.counted()
-        scalars = [_number(stats, name) for name in (*_GAUGES, *_COUNTERS)]
+        scalars = [number_in(stats, name, math.nan) for name in (*_GAUGES, *_COUNTERS)]
         scalars += [totals[name] for name in _TOTALS]
         return np.concatenate([[round(now, 1)], scalars, *(buckets[name] for name in _LATENCIES)])
 
@@ -237,11 +222,6 @@ class _Over:
 
 def _divided(above: np.ndarray, below: np.ndarray) -> np.ndarray:
     return np.divide(above, below, out=np.full(len(above), np.nan), where=below > 0)
-
-
-def _number(stats: Mapping[str, object], name: str) -> float:
-    value = stats.get(name)
-    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _rounded(values: np.ndarray) -> list[float]:

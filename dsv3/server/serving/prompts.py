@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from dsv3.sampling_params import MAX_DEPTH, is_deeper
-from dsv3.server.limits import WorkersBusy
 from dsv3.server.protocol.errors import ApiError, invalid, unavailable
 from dsv3.server.protocol.openai import (
     MAX_PROMPTS,
@@ -210,14 +209,13 @@ async def _rendered(
         what = "no tokenizer" if service.tokenizer is None else "no chat template"
         raise invalid(f"this model has {what}: use /v1/completions", "messages", "no_chat_template")
     try:
-        return await service.templates.render(_render_request(request, tools, reasoning_effort))
+        with service.busy_is_503():
+            return await service.templates.render(_render_request(request, tools, reasoning_effort))
     except TemplateError as error:
         raise invalid(str(error), "messages") from None
     except WorkerDied as error:
         service.metrics.record_rejected("failed")
         raise unavailable(str(error), "template_worker_died") from None
-    except WorkersBusy as error:
-        raise service.busy(error) from None
 
 
 def _render_request(

@@ -124,7 +124,7 @@ async def read_request[T: msgspec.Struct](service: Service, kind: type[T], body:
 
 def read[T: msgspec.Struct](kind: type[T], body: bytes | bytearray, limits: PromptLimits = PromptLimits()) -> T:
     """Returns the request in a body."""
-    _require_few_brackets(body)
+    require_few_brackets(body)
     request = _decode(kind, body, "") if len(body) <= SMALL_BYTES else _read_large(kind, body, limits)
     if issubclass(kind, SampledRequest):
         _refuse_unsupported(kind, body)
@@ -136,7 +136,7 @@ def read_fields[T: msgspec.Struct](kind: type[T], body: _Buffer) -> T:
 
     Raises ApiError as `read` does for too many brackets, and for a body that is not a JSON object.
     """
-    _require_few_brackets(body)
+    require_few_brackets(body)
     return _decode(kind, body, "")
 
 
@@ -157,7 +157,8 @@ def read_prompt(raw: msgspec.Raw, at: str) -> list[msgspec.Raw] | array.array[in
     return _read_ids(raw, at, PromptLimits())
 
 
-def _require_few_brackets(body: _Buffer) -> None:
+def require_few_brackets(body: _Buffer) -> None:
+    """Raises ApiError for a body that takes too long to decode."""
     if len(body) > SMALL_BYTES and _count(body, b"[{:") > MAX_BRACKETS:
         raise invalid(f"the body holds more than {MAX_BRACKETS} brackets, braces and colons")
 

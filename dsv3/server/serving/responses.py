@@ -1,7 +1,6 @@
 """`POST /v1/responses`, OpenAI's Responses API: requests and answers in items. Nothing is stored."""
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -109,17 +108,13 @@ INCLUDED = "reasoning.encrypted_content"
 class ResponsesHandler(ConversationHandler[ResponsesRequest]):
     """Handles a `ResponsesRequest`."""
 
+    id_prefix = "resp_"
     vendor_type = ResponsesRequest
     names = _NAMES
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._numbers = itertools.count()
-
-    @property
-    def id(self) -> str:
-        """The response's id; set by `prepare`."""
-        return f"resp_{self.generation.id}"
 
     def to_chat_request(self, request: ResponsesRequest) -> ChatRequest:
         _refuse(request)
@@ -147,7 +142,7 @@ class ResponsesHandler(ConversationHandler[ResponsesRequest]):
 
     def opening_events(self) -> list[bytes]:
         response = self._response("in_progress")
-        return [self._event(schema.Created, response=response), self._event(schema.InProgress, response=response)]
+        return [self._event(name, response=response) for name in ("response.created", "response.in_progress")]
 
     def change_events(self, change: SectionChange) -> list[bytes]:
         section = change.section
@@ -155,50 +150,49 @@ class ResponsesHandler(ConversationHandler[ResponsesRequest]):
             case "opened":
                 return self._opened(section)
             case "grown":
-                return [self._event(_DELTAS[section.kind], delta=change.text, **self._place(section))]
+                rest: dict[str, Any] = {"logprobs": []} if section.kind == "text" else {}
+                name = f"response.{_STREAMED[section.kind]}.delta"
+                return [self._event(name, **self._place(section), delta=change.text, **rest)]
             case "closed":
                 return self._closed(section)
 
     def closing_events(self, last: ChoiceUpdate) -> list[bytes]:
         response = self.complete(last)
-        kind = schema.Completed if response.status == "completed" else schema.Incomplete
-        return [self._event(kind, response=response)]
+        return [self._event(f"response.{response.status}", response=response)]
 
     def failure(self, error: ApiError) -> bytes:
         failed = schema.ResponseError(error.body.code or "server_error", error.body.message)
-        return self._event(schema.Failed, response=self._response("failed", error=failed))
+        return self._event("response.failed", response=self._response("failed", error=failed))
 
     def _opened(self, section: Section) -> list[bytes]:
         item = self._item(section, "in_progress")
-        events = [self._event(schema.ItemAdded, output_index=section.index, item=item)]
+        events = [self._event("response.output_item.added", output_index=section.index, item=item)]
         if section.kind != "call":
-            events.append(self._event(schema.PartAdded, part=_part(section, ""), **self._place(section)))
+            place = self._place(section)
+            events.append(self._event("response.content_part.added", **place, part=_part(section, "")))
         return events
 
     def _closed(self, section: Section) -> list[bytes]:
         """Returns the events that end the text, its part and the item."""
-        place, text = self._place(section), section.text
+        place, text, done = self._place(section), section.text, f"response.{_STREAMED[section.kind]}.done"
         if section.call is not None:
-            name = section.call.name
-            events = [self._event(schema.ArgumentsDone, name=name, arguments=text, **place)]
+            events = [self._event(done, **place, name=section.call.name, arguments=text)]
         else:
-            done = schema.TextDone if section.kind == "text" else schema.ReasoningDone
+            rest: dict[str, Any] = {"logprobs": []} if section.kind == "text" else {}
             events = [
-                self._event(done, text=text, **place),
-                self._event(schema.PartDone, part=_part(section, text), **place),
+                self._event(done, **place, text=text, **rest),
+                self._event("response.content_part.done", **place, part=_part(section, text)),
             ]
-        return [
-            *events,
-            self._event(schema.ItemDone, output_index=section.index, item=self._item(section, "completed")),
-        ]
+        item = self._item(section, "completed")
+        return [*events, self._event("response.output_item.done", output_index=section.index, item=item)]
 
-    def _event(self, kind: Callable[..., msgspec.Struct], **fields: Any) -> bytes:
-        """Returns the lines of an event; its name is its type."""
-        event = kind(sequence_number=next(self._numbers), **fields)
-        return to_event(event, str(event.__struct_config__.tag))
+    def _event(self, name: str, /, **fields: object) -> bytes:
+        """Returns the lines of an event; its type is its name."""
+        return to_event({"type": name, "sequence_number": next(self._numbers), **fields}, name)
 
     def _place(self, section: Section) -> dict[str, Any]:
-        return {"item_id": self._item_id(section), "output_index": section.index}
+        place = {"item_id": self._item_id(section), "output_index": section.index}
+        return place if section.call is not None else place | {"content_index": 0}
 
     def _item_id(self, section: Section) -> str:
         return f"{_PREFIXES[section.kind]}_{self.generation.id}{section.index:x}"
@@ -253,11 +247,7 @@ class ResponsesHandler(ConversationHandler[ResponsesRequest]):
         )
 
 
-_DELTAS = {
-    "text": schema.ResponsesTextDelta,
-    "reasoning": schema.ResponsesReasoningDelta,
-    "call": schema.ArgumentsDelta,
-}
+_STREAMED = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 
 
 def _part(section: Section, text: str) -> Part:

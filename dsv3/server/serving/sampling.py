@@ -4,7 +4,6 @@ A grammar is written and compiled in a process that can be killed, before anythi
 """
 
 from dsv3.sampling_params import SamplingParams, StructuredOutputsParams
-from dsv3.server.limits import WorkersBusy
 from dsv3.server.protocol.errors import ApiError, invalid, too_long, unavailable
 from dsv3.server.protocol.openai import CompletionRequest, ResponseFormat, SampledRequest
 from dsv3.server.serving.prompts import EncodedPrompt
@@ -54,7 +53,8 @@ async def build_grammar(service: Service, wanted: AnswerConstraints, field: str,
 
         raise invalid(f"{field}: {what}", field, "unsupported_parameter")
     try:
-        grammar = await service.grammars.compile(wanted, rules)
+        with service.busy_is_503():
+            grammar = await service.grammars.compile(wanted, rules)
         if prompts * len(grammar) > MAX_TOTAL_CHARS:
             raise invalid(f"{field}: too large for {prompts} prompts in one request; send several", field)
     except (GrammarError, VocabularyError) as error:
@@ -63,8 +63,6 @@ async def build_grammar(service: Service, wanted: AnswerConstraints, field: str,
     except WorkerDied as error:
         service.metrics.record_rejected("failed")
         raise unavailable(str(error), "grammar_worker_died") from None
-    except WorkersBusy as error:
-        raise service.busy(error) from None
     return grammar
 
 

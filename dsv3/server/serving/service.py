@@ -5,9 +5,10 @@
 
 import array
 import asyncio
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,11 +20,11 @@ from dsv3.server.engine.data_parallel import DataParallelClient, device_environm
 from dsv3.server.engine.messages import FIRST_SENDER, EngineInfo, Start, StartProgress
 from dsv3.server.engine.supervisor import EngineSupervisor
 from dsv3.server.grammars import GrammarPool
-from dsv3.server.limits import SMALL_BYTES, WAIT_S, BodyReader, Budget, Reservation, ThreadQueue, WorkersBusy
+from dsv3.server.limits import SMALL_BYTES, WAIT_S, BodyReader, Budget, ThreadQueue, WorkersBusy
 from dsv3.server.protocol.errors import QUEUE_FULL, ApiError, invalid, too_long, unavailable
 from dsv3.server.serving.logprobs import LogprobEncoder
 from dsv3.server.serving.metrics import Metrics, SharedNumbers
-from dsv3.server.serving.metrics_history import MetricsHistory, SlowRequests, SnapshotPoller
+from dsv3.server.serving.metrics_history import MetricsHistory, SnapshotPoller
 from dsv3.server.templates import TemplatePool
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants, cache_salt
 from dsv3.server.tracing import Tracer
@@ -100,10 +101,9 @@ class Service:
         self.templates, self.grammars = templates, grammars
         self.parsers, self.shows_tools = parsers, shows_tools
         self.logprobs = LogprobEncoder(tokenizer)
-        self.metrics = Metrics(config.model_names[0], numbers, self.tenants)
+        self.metrics = Metrics(config.model_names[0], numbers, self.tenants, config)
         self.history, self.snapshot_poller = MetricsHistory(self.metrics), SnapshotPoller(engine)
         self.tracer: Tracer | None = None
-        self.slow_requests = SlowRequests()
         self.leaving = False  # reports "draining", and still takes requests
         self.draining = False
         self.idle = asyncio.Event()
@@ -115,6 +115,7 @@ class Service:
         self._preparing, self._bodies = ThreadQueue("prepare", wait_s), BodyReader(wait_s)
         self.budget = Budget()
         engine.on_stats = self.metrics.update
+        self.metrics.info = lambda: engine.info
         self.metrics.engines = lambda: [(member.state == "ready", member.stats) for member in engine.members]
         engine.on_resumed = lambda: self.metrics.add("continued", 1)
 
@@ -164,17 +165,28 @@ class Service:
             raise ApiError(403, text, kind="permission_error", param="priority", code="not_the_operator")
         return given
 
-    def busy(self, error: WorkersBusy) -> ApiError:
-        """Returns the 503 for a full worker queue, and counts it."""
-        self.metrics.record_rejected(QUEUE_FULL)
-        return unavailable(str(error), QUEUE_FULL)
-
-    def grow(self, reservation: Reservation, nbytes: int) -> None:
-        """Grows a request's memory reservation; raises ApiError 503 where all requests together exceed the limit."""
+    @contextlib.contextmanager
+    def busy_is_503(self) -> Iterator[None]:
+        """Turns WorkersBusy in the block into ApiError 503, and counts it."""
         try:
-            reservation.grow(nbytes)
+            yield
         except WorkersBusy as error:
-            raise self.busy(error) from None
+            self.metrics.record_rejected(QUEUE_FULL)
+            raise unavailable(str(error), QUEUE_FULL) from None
+
+    @contextlib.contextmanager
+    def reserve_memory(self) -> Iterator[Callable[[int], None]]:
+        """Yields a function that reserves bytes for a request until the end of the block.
+
+        It raises ApiError 503 where all requests together exceed the limit.
+        """
+        with self.budget.reserve() as reservation:
+
+            def grow(nbytes: int) -> None:
+                with self.busy_is_503():
+                    reservation.grow(nbytes)
+
+            yield grow
 
     def enter(self) -> None:
         """Counts a request as active; draining waits for all active ones."""
@@ -200,8 +212,6 @@ class Service:
                 ids = await self._encode(lambda: _encode(tokenizer, text, add_special_tokens, limit), text)
         except TokenizerError as error:
             raise invalid(str(error), param) from None
-        except WorkersBusy as error:
-            raise self.busy(error) from None
         if ids is None:
             raise too_long(limit, f"a text of {len(text)} characters, which is more tokens than that")
         return ids
@@ -210,7 +220,8 @@ class Service:
         if len(text) <= _INLINE_CHARS:
             return work()
         nbytes = sys.getsizeof(text)
-        return await (self._small_texts if nbytes <= SMALL_BYTES else self._large_texts).run(nbytes, work)
+        with self.busy_is_503():
+            return await (self._small_texts if nbytes <= SMALL_BYTES else self._large_texts).run(nbytes, work)
 
     async def run[T](self, is_long: bool, work: Callable[[], T]) -> T:
         """Runs `work` and returns its result, in a thread if it `is_long`.
@@ -219,17 +230,13 @@ class Service:
         """
         if not is_long:
             return work()
-        try:
+        with self.busy_is_503():
             return await self._preparing.run(0, work)
-        except WorkersBusy as error:
-            raise self.busy(error) from None
 
     async def read_body[T](self, nbytes: int, work: Callable[[], T]) -> T:
         """Runs `work`, which decodes a body of `nbytes`; raises ApiError 503 where too many bodies wait."""
-        try:
+        with self.busy_is_503():
             return await self._bodies.run(nbytes, work)
-        except WorkersBusy as error:
-            raise self.busy(error) from None
 
     async def close(self) -> None:
         """Stops the workers; texts that are being encoded are finished first."""
@@ -255,10 +262,11 @@ async def make_service(
     chat_tokenizer = tokenizer
     if tokenizer is not None and config.options.escape_special_tokens:
         chat_tokenizer = tokenizer.hiding_special_tokens()
-    parsers = _parsers(config, tokenizer)
-    template = None
-    if tokenizer is not None and parsers is not None and tokenizer.chat_template is not None:
-        template = with_tool_preamble(tokenizer.chat_template, parsers.dialect)
+    parsers = template = None
+    if tokenizer is not None:
+        template, options = tokenizer.chat_template, config.options
+        parsers = Parsers(tokenizer, template, options.reasoning_parser, options.tool_call_parser)
+        template = None if template is None else with_tool_preamble(template, parsers.dialect)
     templates = await _templates(config, chat_tokenizer, template, wait_s)
     grammars = None
     if parsers is not None:
@@ -289,13 +297,6 @@ def _tokenizer(config: ServerConfig) -> Tokenizer | None:
     except TokenizerNotFound:
         config.notify("the model has no tokenizer.json, tiktoken.model or tekken.json: prompts must be token ids")
         return None
-
-
-def _parsers(config: ServerConfig, tokenizer: Tokenizer | None) -> Parsers | None:
-    if tokenizer is None:
-        return None
-    options = config.options
-    return Parsers(tokenizer, tokenizer.chat_template, options.reasoning_parser, options.tool_call_parser)
 
 
 async def _templates(
@@ -348,27 +349,19 @@ async def start_engines(config: ServerConfig, service: Service) -> list[EngineSu
         EngineSupervisor(member, start, policy, environment)
         for member, environment in zip(engine.members, environments, strict=True)
     ]
-    engine.on_progress = _ProgressLines(config.notify)
-    engine.on_failure = lambda _: _kill(supervisors)
+
+    def show_progress(progress: StartProgress) -> None:
+        """Prints the engine's progress while it starts; of counted steps every tenth."""
+        if not progress.total:
+            config.notify(progress.text)
+        elif progress.done == progress.total or progress.done % max(1, progress.total // 10) == 0:
+            config.notify(f"[{progress.done}/{progress.total}] {progress.text}")
+
+    def kill(_: str) -> None:
+        for supervisor in supervisors:
+            supervisor.kill()
+
+    engine.on_progress, engine.on_failure = show_progress, kill
     for supervisor in supervisors:
-        supervisor.on_loss = lambda *_: service.metrics.add("engine_restarts", 1)
         await supervisor.connect()
     return supervisors
-
-
-def _kill(supervisors: list[EngineSupervisor]) -> None:
-    for supervisor in supervisors:
-        supervisor.kill()
-
-
-class _ProgressLines:
-    """Prints the engine's progress while it starts; of counted steps every tenth."""
-
-    def __init__(self, notify: Callable[[str], None]):
-        self._notify = notify
-
-    def __call__(self, progress: StartProgress) -> None:
-        if not progress.total:
-            self._notify(progress.text)
-        elif progress.done == progress.total or progress.done % max(1, progress.total // 10) == 0:
-            self._notify(f"[{progress.done}/{progress.total}] {progress.text}")

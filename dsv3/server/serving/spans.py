@@ -8,6 +8,7 @@ from time import monotonic, time
 
 from dsv3.scheduler.timing import RequestTiming
 from dsv3.server.otlp import Attributes, Span
+from dsv3.server.protocol.openai import ChatRequest
 from dsv3.server.serving.handler import RequestHandler
 from dsv3.server.serving.service import Service
 from dsv3.server.serving.timeline import RequestTimeline
@@ -51,13 +52,13 @@ def end_trace(service: Service, timeline: RequestTimeline, handler: RequestHandl
     if handler is not None and timeline.request_id:
         seconds, first = whole.stop - whole.start, timeline.first_token_at
         waited = seconds if first is None else first - whole.start
-        service.slow_requests.add(time(), timeline.request_id, trace.trace_id, waited, seconds)
+        service.history.add_request(time(), timeline.request_id, trace.trace_id, waited, seconds)
 
 
 def _attributes(handler: RequestHandler, timeline: RequestTimeline, end: float) -> Attributes:
     generation, usage, record = handler.generation, handler.generation.usage, timeline.longest
     found = {
-        "gen_ai.operation.name": "chat" if handler.id_prefix == "chatcmpl" else "text_completion",
+        "gen_ai.operation.name": "chat" if isinstance(handler.request, ChatRequest) else "text_completion",
         "gen_ai.provider.name": "dsv3",
         "gen_ai.request.model": handler.model,
         "gen_ai.request.choice.count": generation.n,

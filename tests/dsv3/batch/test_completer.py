@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,12 +77,20 @@ def test_refusals_are_replies_in_openais_format(model_dir):
         "fails alone": (COMPLETIONS, ask([BAD_OUTPUT])),
     }
 
+    traces = []
+
+    def end(span, error):
+        traces.append((span.attributes["http.response.status_code"], error))
+
     async def use(completer, service):
+        trace = SimpleNamespace(is_sampled=True, end=end)
+        service.tracer = SimpleNamespace(start=lambda name, headers: trace)
         return {name: await completer.complete(*line) for name, line in lines.items()}
 
     answers = serve(model_dir, use)
     statuses = {name: answer.status for name, answer in answers.items()}
     assert statuses == {name: 400 for name in lines} | {"model": 404, "fails alone": 500}
+    assert traces == [(status, "status 500" if status == 500 else None) for status in statuses.values()]
     for answer in answers.values():
         assert body_of(answer)["error"]["message"]
         assert answer.request_id == "" and answer.output_tokens == 0

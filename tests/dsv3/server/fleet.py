@@ -69,4 +69,4 @@ class Fleet:
     @property
     def num_in_flight(self) -> int:
         """Requests that have not ended."""
-        return sum(map(len, self.api_servers))
+        return sum(len(in_flight.by_id) for in_flight in self.api_servers)

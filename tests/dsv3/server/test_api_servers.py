@@ -6,11 +6,18 @@ import os
 import signal
 import socket
 import threading
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
+from dsv3.config.options import ClusterOptions
+from dsv3.processes import frames
+from dsv3.server.config import ServerConfig
+from dsv3.server.http import messages
+from dsv3.server.http.api_server_child import make_config
+from dsv3.server.http.api_server_processes import start_message
 from tests.dsv3.server import serving
 
 COMPLETIONS = "/v1/completions"
@@ -20,6 +27,16 @@ ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 2000}
 def running(model_dir, **settings):
     options = settings.pop("options", {})
     return serving.running(model_dir, options={"api_server_count": 2} | options, **settings)
+
+
+def test_all_api_servers_wait_for_a_silent_engine_as_long() -> None:
+    """By the option of an instance of several processes: the most impatient one would have the engine killed."""
+    fields = {"coordinator": "localhost:1", "num_processes": 2, "process_id": 0, "cluster_key_file": "key"}
+    cluster = ClusterOptions(**fields, cluster_silence_timeout=90.0)
+    config = ServerConfig(Path("m"), ("m",), cluster=cluster)
+    frame = frames.encode(start_message(config, 1, created=0))
+    start = messages.to_api_server.decode(frame[frames.HEAD_BYTES :])
+    assert make_config(start).heartbeat_watchdog_s == config.heartbeat_watchdog_s == 90.0
 
 
 class Pair:

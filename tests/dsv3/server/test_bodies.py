@@ -2,6 +2,7 @@
 
 import array
 import asyncio
+import contextlib
 import json
 import sys
 import threading
@@ -201,7 +202,11 @@ def test_messages_reach_the_template_unchanged(padding):
     templates = Templates()
     known = SimpleNamespace(markers=SpecialTokens())
     service = SimpleNamespace(
-        tokenizer=known, chat_tokenizer=known, templates=templates, encode=lambda *_, **__: asyncio.sleep(0, [1])
+        tokenizer=known,
+        chat_tokenizer=known,
+        templates=templates,
+        encode=lambda *_, **__: asyncio.sleep(0, [1]),
+        busy_is_503=contextlib.nullcontext,
     )
     request = request_parsing.read(ChatRequest, json.dumps({"messages": messages}).encode())
     asyncio.run(prompts.chat_prompt(service, request, RequestTools()))

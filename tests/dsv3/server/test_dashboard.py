@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.engine.step_log import EngineSnapshot, ExpertLoad, JobRecord, StepPhase, StepRecord
-from dsv3.server.serving.dashboard import expert_load_json, trace_events, write_trace
+from dsv3.server.http.dashboard import expert_load_json, trace_events, write_trace
 from tests.dsv3.server.conftest import KEY
 
 COMPLETIONS = "/v1/completions"

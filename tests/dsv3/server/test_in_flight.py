@@ -114,4 +114,4 @@ def test_requests_deferred_while_others_are_sent_are_sent_too():
         if sent == [0]:
             in_flight.pop(1)
             in_flight.defer(asked[3], in_flight.add(asked[3], [object()]))
-    assert sent == [0, 2, 3] and not in_flight._unsent
+    assert sent == [0, 2, 3] and not in_flight.unsent

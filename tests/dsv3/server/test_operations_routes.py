@@ -13,6 +13,7 @@ from tests.dsv3.server.events import events_of
 from tests.dsv3.server.fake_engine import CRASH_STEP
 
 OPERATOR, TENANT = "sk-operator-0123456789", "sk-tenant-0123456789"
+JSON = {"content-type": "application/json"}
 GETS = ("/get_weight_version", "/is_paused", "/is_sleeping")
 POSTS = ("/update_weights_from_disk", "/pause_generation", "/continue_generation", "/pause", "/resume", "/sleep")
 
@@ -49,6 +50,14 @@ def test_they_are_off_by_default_and_for_the_operator_alone(server, operated) ->
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_the_operator")
     completion = server.http.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 2}).json()
     assert "weight_version" not in completion["choices"][0]
+
+
+@pytest.mark.parametrize(
+    ("nested", "text"), [(b"[" * 100_000, "nested too deeply"), (b"[" + b"[]," * 2**20 + b"0]", "brackets")]
+)
+def test_bodies_that_would_block_the_event_loop_are_refused(operated, nested, text) -> None:
+    answer = operated.http.post("/pause_generation", content=b'{"x":' + nested + b"}", headers=JSON)
+    assert answer.status_code == 400 and text in answer.json()["error"]["message"]
 
 
 def test_sglangs_routes(operated) -> None:

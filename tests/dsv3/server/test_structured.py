@@ -14,7 +14,7 @@ from dsv3.server import grammars
 from dsv3.server.grammars import GrammarPool
 from dsv3.server.worker_process import PoisonRequest, WorkerProcess
 from dsv3.text.call_grammar import AnswerConstraints
-from dsv3.text.matcher import GrammarError
+from dsv3.text.matcher import GrammarError, VocabularyError
 from tests.dsv3.server import fake_engine, serving
 from tests.dsv3.server.test_tools import MESSAGES, TOOLS
 from tests.dsv3.text.dialects import write
@@ -298,6 +298,21 @@ def test_a_slow_grammar_is_rejected_and_the_next_one_is_compiled(model_dir):
     late, others = with_pool(work, model_dir / "tokenizer.json", deadline_s=0.1)
     assert "takes longer than 0.1 s" in late
     assert others[::2] == ["fine", "fine"] and "regex" in others[1]
+
+
+def test_a_vocabulary_without_grammars_is_the_reason_for_every_request(tmp_path):
+    """Also for later requests, which the same worker gets."""
+
+    async def work(pool):
+        reasons = []
+        for pattern in ("a", "b"):
+            with pytest.raises(VocabularyError) as error:
+                await pool.compile(wanted(pattern), RULES)
+            reasons.append(str(error.value))
+        return reasons
+
+    first, second = with_pool(work, tmp_path / "tokenizer.json")
+    assert first == second and "tokenizer.json" in first
 
 
 @pytest.mark.parametrize("trouble", [TimeoutError, PoisonRequest])

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from dsv3.server.limits import WorkersBusy
-from dsv3.server.templates import Render, TemplatePool, TemplateTooSlow
+from dsv3.server.templates import Render, TemplatePool
 from dsv3.server.worker_process import PoisonRequest, WorkerProcess
 from dsv3.text.chat_template import TemplateError
 from tests.dsv3.server import serving
@@ -59,7 +59,7 @@ def test_many_concurrent_conversations():
 
 def test_a_worker_past_its_deadline_is_killed_and_replaced():
     async def work(pool):
-        with pytest.raises(TemplateTooSlow):
+        with pytest.raises(TemplateError, match="took longer than"):
             await pool.render(ask("loop"))
         return await pool.render(ask("fine"))
 
@@ -77,7 +77,7 @@ def test_a_slow_large_conversation_does_not_delay_small_ones():
         while not large.done():
             assert await pool.render(ask("s")) == "s"
             answered += 1
-        with pytest.raises(TemplateTooSlow):
+        with pytest.raises(TemplateError, match="took longer than"):
             await large
         return answered
 
@@ -148,7 +148,7 @@ def test_waiting_too_long_for_a_worker_raises_workers_busy():
         await asyncio.sleep(0.01)
         with pytest.raises(WorkersBusy):
             await pool.render(ask("waits"))
-        with pytest.raises(TemplateTooSlow):
+        with pytest.raises(TemplateError, match="took longer than"):
             await slow
 
     with_pool(work, deadline_s=1.0, wait_s=0.05)

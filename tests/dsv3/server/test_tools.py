@@ -1,6 +1,7 @@
 """Tool calls over HTTP, with OpenAI's own client; the fake engine repeats the conversation with its calls."""
 
 import asyncio
+import contextlib
 import json
 import re
 from types import SimpleNamespace
@@ -248,6 +249,7 @@ def render_request(dialect, body):
         chat_tokenizer=known,
         templates=templates,
         encode=lambda *_, **__: asyncio.sleep(0, [1]),
+        busy_is_503=contextlib.nullcontext,
     )
     request = ChatRequest(**body | {"messages": prompts.msgspec.convert(body["messages"], list[prompts.ChatMessage])})
     asyncio.run(prompts.chat_prompt(service, request, read_tools(service, request)))

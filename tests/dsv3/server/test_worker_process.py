@@ -17,9 +17,7 @@ def run_worker(work, deadline_s: float):
     """Runs `work(process)` on an event loop of its own."""
 
     async def run():
-        process = WorkerProcess(
-            "tests.dsv3.server.toy_worker", "handles requests", frame(b""), deadline_s, lambda response: None
-        )
+        process = WorkerProcess("tests.dsv3.server.toy_worker", "handles requests", frame(b""), deadline_s, ValueError)
         try:
             return await work(process)
         finally:
@@ -37,7 +35,7 @@ def test_a_request_has_a_limit_of_processor_time(action: bytes) -> None:
             await process.call(frame(action))
         return await process.call(frame(b"fine"))
 
-    assert run_worker(work, deadline_s=0.2).isdigit()
+    assert run_worker(work, deadline_s=0.2).text.isdigit()
 
 
 def test_waiting_for_the_processor_does_not_count_as_processor_time(monkeypatch) -> None:
@@ -66,17 +64,17 @@ def test_a_request_that_crashes_two_workers_is_poison() -> None:
             await process.call(frame(b"die"))
         return await process.call(frame(b"fine"))
 
-    assert run_worker(work, deadline_s=5.0).isdigit()
+    assert run_worker(work, deadline_s=5.0).text.isdigit()
 
 
 def test_a_worker_that_dies_while_idle_is_reaped_and_replaced() -> None:
     async def work(process):
-        first = psutil.Process(int(await process.call(frame(b"fine"))))
+        first = psutil.Process(int((await process.call(frame(b"fine"))).text))
         first.kill()
         async with asyncio.timeout(60):
             while first.is_running():  # a zombie is
                 await asyncio.sleep(0.01)
-        return first.pid, int(await process.call(frame(b"fine")))
+        return first.pid, int((await process.call(frame(b"fine"))).text)
 
     first, second = run_worker(work, deadline_s=5.0)
     assert first != second

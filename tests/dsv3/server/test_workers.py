@@ -108,6 +108,26 @@ def test_cancelled_work_never_starts():
     assert asyncio.run(run()) == [0, 3]
 
 
+def test_a_closed_queue_ends_all_work_at_once():
+    """Also work that waits, and work whose turn has come in the same moment."""
+
+    async def run():
+        load = Load(2, requests=8, nbytes=8, wait_s=None)
+        for _ in range(4):
+            await load.ask(1)
+        starting = asyncio.create_task(load.workers.run(1, lambda worker: asyncio.sleep(60)))
+        load.gates[0].set()
+        await asyncio.sleep(0)
+        await load.workers.close()
+        with pytest.raises(WorkersBusy):
+            await load.workers.run(1, lambda worker: asyncio.sleep(60))
+        async with asyncio.timeout(30):
+            return await asyncio.gather(*load.tasks.values(), starting, return_exceptions=True)
+
+    first, *others = asyncio.run(run())
+    assert first == 0 and all(isinstance(each, WorkersBusy | asyncio.CancelledError) for each in others)
+
+
 def test_an_error_after_cancellation_is_not_logged(caplog):
     async def run():
         workers, gate = WorkerQueue(["worker"]), asyncio.Event()

@@ -7,8 +7,8 @@ import time
 from dsv3.server.worker_process import serve_requests
 
 
-def answer(body: bytes) -> bytearray:
-    """Returns a frame with the id of this process."""
+def answer(body: bytes) -> str:
+    """Returns the id of this process."""
     match body:
         case b"die":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -21,9 +21,8 @@ def answer(body: bytes) -> bytearray:
             time.sleep(1.0)
         case b"hang":
             time.sleep(60.0)
-    reply = str(os.getpid()).encode()
-    return bytearray(len(reply).to_bytes(4, "little") + reply)
+    return str(os.getpid())
 
 
 if __name__ == "__main__":
-    serve_requests(answer, 2**33)
+    serve_requests(lambda setup: answer, str, 2**33)

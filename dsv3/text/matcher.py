@@ -132,11 +132,6 @@ class Matcher:
         """Whether the answer must end; also true after an `error`."""
         return bool(self.inner.is_stopped())
 
-    @property
-    def may_end(self) -> bool:
-        """Whether the answer may end here."""
-        return bool(self.inner.is_accepting())
-
 
 def without_tokens(mask: np.ndarray, ids: Iterable[int]) -> np.ndarray:
     """Returns a mask `[words]` without some tokens; unchanged where it allows no others."""

@@ -8,7 +8,7 @@ from typing import Any
 from dsv3.config.hugging_face import deepseek_v4
 from dsv3.config.hugging_face.fields import MEANINGLESS, ConfigError, Fields, Wrapper, end_tokens, text_config
 from dsv3.config.hugging_face.quantization import read_quantization
-from dsv3.config.hugging_face.rotary import Rotary, read_mistral_rotary, read_rotary
+from dsv3.config.hugging_face.rotary import read_mistral_rotary, read_rotary
 from dsv3.config.model import IndexerConfig, ModelConfig
 from pallas_kernels.int4 import RUN
 
@@ -46,7 +46,7 @@ class Family:
     renormalizes: bool = True
     may_renormalize: bool = True
     one_group: bool = False
-    rotary: Callable[[Fields], Rotary] = read_rotary
+    rotary: Callable[[Fields], dict[str, Any]] = read_rotary
     per_tensor_fp8: bool = False
     post_moe_norm: bool = False
     indexer_interleaved: bool | None = None
@@ -61,7 +61,7 @@ def read(fields: Fields, family: Family) -> ModelConfig:
     """
     for name, value in (_FIXED | dict(family.fixed)).items():
         fields.one_of(name, (value,), value)
-    rotary = family.rotary(fields)
+    rotary, interleaved = family.rotary(fields), family.indexer_interleaved
     cfg = ModelConfig(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
@@ -87,12 +87,10 @@ def read(fields: Fields, family: Family) -> ModelConfig:
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         bos_token_id=fields.token_ids("bos_token_id", single=True)[0] if fields.has("bos_token_id") else None,
         eos_token_ids=fields.token_ids("eos_token_id"),
-        rope_theta=rotary.theta,
-        yarn=rotary.yarn,
-        query_scaling=rotary.query_scaling,
         post_moe_norm=family.post_moe_norm,
-        indexer=_indexer(fields, family),
-        **read_quantization(fields, per_tensor=family.per_tensor_fp8)._asdict(),
+        indexer=None if interleaved is None else read_indexer(fields, interleaved=interleaved),
+        **rotary,
+        **read_quantization(fields, per_tensor=family.per_tensor_fp8),
         **_router(fields, family),
     )
     _check_consistent(fields, cfg)
@@ -102,11 +100,6 @@ def read(fields: Fields, family: Family) -> ModelConfig:
     fields.get("model_type")
     fields.finish(MEANINGLESS)
     return cfg
-
-
-def _indexer(fields: Fields, family: Family) -> IndexerConfig | None:
-    interleaved = family.indexer_interleaved
-    return None if interleaved is None else read_indexer(fields, interleaved=interleaved)
 
 
 def _router(fields: Fields, family: Family) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def read(fields: Fields) -> ModelConfig:
         swiglu_limit=fields.number("swiglu_limit"),
         dspark=dspark,
         family=MODEL_TYPE,
-        **read_quantization(fields, fp4=True)._asdict(),
+        **read_quantization(fields, fp4=True),
     )
     fields.get("expert_dtype"), fields.get("bos_token_id"), fields.get("model_type")
     _check_consistent(fields, cfg)

@@ -1,6 +1,6 @@
 """How a file says that weights are quantized: FP8 in blocks or whole tensors, or routed experts in INT4."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from dsv3.config.hugging_face.fields import Fields
 from dsv3.config.model import Fp8Config, ModelConfig
@@ -12,16 +12,8 @@ _MEANINGLESS = frozenset({"observer", "observer_kwargs", "scale_dtype", "zp_dtyp
 _OF_THE_WRITER = frozenset({"version", "global_compression_ratio"})
 
 
-class Quantization(NamedTuple):
-    """What a file says of the types of weights, as the fields of `ModelConfig` that they are."""
-
-    fp8: Fp8Config | None = None
-    int4_experts: bool = False
-    fp4_experts: bool = False
-
-
-def read_quantization(fields: Fields, *, per_tensor: bool = False, fp4: bool = False) -> Quantization:
-    """Reads `quantization_config`; where there is none nothing is quantized.
+def read_quantization(fields: Fields, *, per_tensor: bool = False, fp4: bool = False) -> dict[str, Any]:
+    """Reads `quantization_config` as fields of `ModelConfig`: `fp8`, `int4_experts`, `fp4_experts`; none without it.
 
     With `fp4` the form is DeepSeek-V4's: routed experts are FP4 where no `expert_dtype`, beside or inside of it, says
     otherwise. With `per_tensor` an FP8 weight may have one scale instead of one per block of 128 x 128. Activations are
@@ -29,7 +21,7 @@ def read_quantization(fields: Fields, *, per_tensor: bool = False, fp4: bool = F
     """
     quantization = fields.object("quantization_config")
     if quantization is None:
-        return Quantization()
+        return {}
     method = quantization.one_of("quant_method", ("fp8",) if fp4 else ("fp8", "compressed-tensors"))
     if method == "compressed-tensors":
         return _compressed_tensors(quantization)
@@ -44,7 +36,7 @@ def read_quantization(fields: Fields, *, per_tensor: bool = False, fp4: bool = F
         quantization.one_of("weight_block_size", ([128, 128],))
     scale_fmt = quantization.one_of("scale_fmt", ("float", "ue8m0"), "float")
     quantization.finish(_TENSOR_LISTS)
-    return Quantization(Fp8Config("ue8m0" if scale_fmt == "ue8m0" else "float32"), fp4_experts=experts == "fp4")
+    return {"fp8": Fp8Config("ue8m0" if scale_fmt == "ue8m0" else "float32"), "fp4_experts": experts == "fp4"}
 
 
 def quantization_to_hf(cfg: ModelConfig) -> dict[str, Any]:
@@ -64,7 +56,7 @@ def quantization_to_hf(cfg: ModelConfig) -> dict[str, Any]:
     return {"quantization_config": settings}
 
 
-def _compressed_tensors(quantization: Fields) -> Quantization:
+def _compressed_tensors(quantization: Fields) -> dict[str, Any]:
     """Reads blocks of FP8 as Mistral Large 3 has them, or packed INT4 as Kimi-K2-Thinking has it."""
     form = quantization.one_of("format", ("float-quantized", "pack-quantized"))
     quantization.one_of("kv_cache_scheme", (None,), None)
@@ -80,9 +72,9 @@ def _compressed_tensors(quantization: Fields) -> Quantization:
         raise group.fail("weights", "an object")
     if form == "pack-quantized":
         _packed_int4(quantization, group, weights)
-        return Quantization(int4_experts=True)
+        return {"int4_experts": True}
     _float_blocks(group, weights)
-    return Quantization(Fp8Config())
+    return {"fp8": Fp8Config()}
 
 
 def _float_blocks(group: Fields, weights: Fields) -> None:

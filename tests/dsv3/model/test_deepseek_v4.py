@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3.checkpoint.deepseek_v4 import stored_tensors
 from dsv3.config.hugging_face import from_hf
 from dsv3.config.model import ModelConfig
 from dsv3.model import decoder, forward
@@ -23,6 +22,7 @@ from dsv3.model.params import Params, abstract, declare
 from pallas_kernels import heads, rows
 from pallas_kernels.compressed import sink_attention
 from pallas_kernels.mixing import doubly_stochastic
+from tests.dsv3.checkpoint.deepseek_v4_tensors import stored_tensors
 from tests.dsv3.deepseek_v4 import FLASH, FLASH_0731, PRO
 from tests.dsv3.model.deepseek_v4 import MEMBERS, model
 from tests.dsv3.model.golden import data, relative_error, run

@@ -27,18 +27,10 @@ from dsv3.config import device_rates
 from dsv3.config.device_rates import MASKING, PREFILL_OVERHEAD, Peaks
 from dsv3.config.model import ModelConfig, absorbed_operations, materialization_operations, materialized_operations
 from dsv3.kv_cache.layout import row_bytes
-from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch
-from dsv3.model.layers.attention import (
-    Attend,
-    Core,
-    attend_after_write,
-    decode_cache_positions,
-    decode_core,
-    prefill_cache_positions,
-    prefill_core,
-)
+from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch, StepRows
+from dsv3.model.layers.attention import Attend, Core, attend_after_write, decode_core, prefill_core
 from dsv3.model.layers.materialized import BYTES_AT_ONCE, heads_at_once, masked_form, materialized_core
-from dsv3.model.layers.sparse import Rows, TopkForm, copying_form, decode_rows, prefill_rows, sparse_attend
+from dsv3.model.layers.sparse import TopkForm, copying_form, sparse_attend
 from pallas_kernels.backend import Backend
 
 _KEY_BLOCK = 128  # the kernels read keys in such blocks
@@ -66,8 +58,8 @@ class FormRow:
 
     use_topk: bool = False
     decodes: bool = False
-    core: Callable[[ModelConfig, PrefillBatch, int, Backend | None], Core] = prefill_core
-    topk_form: Callable[[ModelConfig, PrefillBatch, Rows, int, Backend | None], TopkForm] | None = None
+    core: Callable[[ModelConfig, PrefillBatch, StepRows, int, Backend | None], Core] = prefill_core
+    topk_form: Callable[[ModelConfig, PrefillBatch, StepRows, int, Backend | None], TopkForm] | None = None
     capacity: Callable[[ModelConfig, Peaks, str, int, int], int] | None = None
     is_faster: Callable[[ModelConfig, Peaks, int, int, int, int, int, int], bool] | None = None
 
@@ -108,47 +100,40 @@ def suits(form: AttentionForm, model: ModelConfig, longest: int, has_context: bo
     return FORMS[form].use_topk == needs_topk(model, longest)
 
 
-def prefill_attend(
-    cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None, number: int = 0
+def paged_attend(
+    cfg: ModelConfig,
+    batch: PrefillBatch | DecodeBatch,
+    rows: StepRows,
+    pages_per_layer: int,
+    backend: Backend | None,
+    heads: int,
+    number: int,
 ) -> Attend:
-    """Attends in prefill; `number` is that of the micro-batch. The state is that of `sparse.initial_state`.
+    """Attends in a step, to the new tokens and those in pages. The state is that of `sparse.initial_state`.
+
+    `rows` are those of the batch, `heads` the number of heads on this device, `number` that of the micro-batch.
 
     Raises ValueError if a batch in a materialized form has no `kv_capacity`, or one in another form has one.
     """
-    if (FORMS[batch.form].capacity is None) == (batch.kv_capacity > 0):
+    form = _effective_form(cfg, batch)
+    row, where, topk_form = FORMS[form], (pages_per_layer, backend), None
+    if isinstance(batch, DecodeBatch):
+        core = decode_core(cfg, batch, rows, *where, heads)
+    elif (FORMS[batch.form].capacity is None) == (batch.kv_capacity > 0):
         raise ValueError(
             f"kv_capacity is {batch.kv_capacity} in form {batch.form.name}; it must be above 0 in materialized forms, "
             "and 0 in all others"
         )
-    form = _effective_form(cfg, batch)
-    row = FORMS[form]
-    core = row.core(cfg, batch, pages_per_layer, backend)
-    if not cfg.index_layers:
-        return attend_after_write(cfg, prefill_cache_positions(batch, cfg), pages_per_layer, backend, core)
-    rows = prefill_rows(batch, cfg)
-    if row.topk_form is None:
-        topk_form = copying_form(cfg, rows, pages_per_layer, backend)
     else:
-        topk_form = row.topk_form(cfg, batch, rows, pages_per_layer, backend)
-        rows = rows._replace(
-            page_table=rows.page_table[:, : batch.kv_capacity // cfg.page_size]
-        )  # no request is longer
-    return sparse_attend(cfg, rows, _use_topk(cfg, form, rows), pages_per_layer, backend, core, topk_form, number)
-
-
-def decode_attend(
-    cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int, number: int = 0
-) -> Attend:
-    """Attends in decode, as `prefill_attend` does in prefill; `heads` is the number of heads on this device."""
-    core = decode_core(cfg, batch, pages_per_layer, backend, heads)
+        core = row.core(cfg, batch, rows, *where)
+        if row.topk_form is not None:
+            topk_form = row.topk_form(cfg, batch, rows, *where)
+            most = batch.kv_capacity // cfg.page_size  # no request is longer
+            rows = dataclasses.replace(rows, page_table=rows.page_table[:, :most])
     if not cfg.index_layers:
-        return attend_after_write(cfg, decode_cache_positions(batch, cfg), pages_per_layer, backend, core)
-    rows = decode_rows(batch, cfg)
-    topk_form, use_topk = (
-        copying_form(cfg, rows, pages_per_layer, backend),
-        _use_topk(cfg, _effective_form(cfg, batch), rows),
-    )
-    return sparse_attend(cfg, rows, use_topk, pages_per_layer, backend, core, topk_form, number)
+        return attend_after_write(cfg, rows, *where, core)
+    topk_form = topk_form or copying_form(cfg, rows, *where)
+    return sparse_attend(cfg, rows, _use_topk(cfg, form, rows), *where, core, topk_form, number)
 
 
 def _effective_form(cfg: ModelConfig, batch: PrefillBatch | DecodeBatch) -> AttentionForm:
@@ -158,7 +143,7 @@ def _effective_form(cfg: ModelConfig, batch: PrefillBatch | DecodeBatch) -> Atte
     return AttentionForm.ABSORBED if may_use_topk and not needs_topk(cfg, most) else form
 
 
-def _use_topk(cfg: ModelConfig, form: AttentionForm, rows: Rows) -> bool | jax.Array:
+def _use_topk(cfg: ModelConfig, form: AttentionForm, rows: StepRows) -> bool | jax.Array:
     return (rows.visible > cfg.index_topk).any() if form is AttentionForm.ANY else FORMS[form].use_topk
 
 

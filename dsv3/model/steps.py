@@ -9,13 +9,12 @@ import jax.numpy as jnp
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import Pool, pages_per_layer
 from dsv3.model import mtp
-from dsv3.model.batch import DecodeBatch, PrefillBatch, split_decode, split_prefill
+from dsv3.model.batch import DecodeBatch, PrefillBatch, StepRows, split_decode, split_prefill
 from dsv3.model.decoder import LayerContext, MoeLayers, embed, final_norm, run_decoder
-from dsv3.model.forms import decode_attend, prefill_attend
-from dsv3.model.layers.attention import Attention, LatentAttention, decode_positions
-from dsv3.model.layers.cache_rows import StepRows
+from dsv3.model.forms import paged_attend
+from dsv3.model.layers.attention import Attention, LatentAttention
 from dsv3.model.layers.compressed_attention import EntryAttention
-from dsv3.model.layers.compressed_paged import SplitState, decode_attend_compressed, prefill_attend_compressed
+from dsv3.model.layers.compressed_paged import SplitState, paged_attend_compressed
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts, RouterStats
 from dsv3.model.layers.hyper_connections import Residual, start
 from dsv3.model.layers.linear import Numerics
@@ -216,27 +215,13 @@ def _attention(
     cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, pages: Pool, backend: Backend | None, shards: int, number: int
 ) -> tuple[Attention, jax.Array]:
     """Returns how the rows of a batch attend, and which of them are no padding, bool `[T]`."""
+    rows = StepRows.of(batch)
     if cfg.compressed is not None:
-        return _entry_attention(cfg, batch, backend)
-    per_layer = pages_per_layer(cfg, pages)
-    if isinstance(batch, DecodeBatch):
-        positions, heads = decode_positions(batch).reshape(-1), cfg.num_attention_heads // shards
-        attend = decode_attend(cfg, batch, per_layer, backend, heads, number)
-        return LatentAttention(cfg, rotation(cfg, positions), attend), positions >= 0
-    attend = prefill_attend(cfg, batch, per_layer, backend, number)
-    valid = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32) < batch.cu_lengths[-1]
-    return LatentAttention(cfg, rotation(cfg, batch.positions), attend), valid
-
-
-def _entry_attention(
-    cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, backend: Backend | None
-) -> tuple[Attention, jax.Array]:
-    """Returns what `_attention` does of a model with compressed attention."""
-    if isinstance(batch, DecodeBatch):
-        rows, attend = StepRows.from_decode(batch), decode_attend_compressed(cfg, batch, backend)
-    else:
-        rows, attend = StepRows.from_prefill(batch), prefill_attend_compressed(cfg, batch, backend)
-    return EntryAttention.at(cfg, rows.positions, attend), rows.valid
+        attend = paged_attend_compressed(cfg, batch, rows, backend)
+        return EntryAttention.at(cfg, rows.positions, attend), rows.valid
+    heads = cfg.num_attention_heads // shards
+    attend = paged_attend(cfg, batch, rows, pages_per_layer(cfg, pages), backend, heads, number)
+    return LatentAttention(cfg, rotation(cfg, rows.positions), attend), rows.valid
 
 
 def _finish(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import LATENTS, ModelConfig
-from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch
+from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch, StepRows
 from dsv3.model.context_parallel import ContextShards
 from dsv3.model.layers.indexer import IndexTokens, index_tokens
 from dsv3.model.layers.linear import Index, Numerics, linear
@@ -24,7 +24,6 @@ from dsv3.model.params import AttentionParams
 from pallas_kernels import dense, invariance, mla
 from pallas_kernels.backend import Backend, blocks_host, resolve_backend, with_fallback
 from pallas_kernels.rows import latent_rows, rms_norm, rotate_heads
-from pallas_kernels.search import search
 
 
 class LayerPlace(NamedTuple):
@@ -64,49 +63,19 @@ class Attention(Protocol):
         ...
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class CachePositions:
-    """Cache positions of T tokens, `[T]` int32 each: page within a layer, and row of this device's part of the page.
+def cache_positions(cfg: ModelConfig, rows: StepRows) -> tuple[jax.Array, jax.Array]:
+    """Returns the cache positions of the T tokens of a step, `[T]` int32 each: pages within a layer, and rows of these.
 
-    The page is -1 for padding, and for tokens that another device writes.
+    Rows are those of this device's part of a page. The page is -1 for padding, and for tokens that another device
+    writes.
     """
-
-    page_ids: jax.Array
-    offsets: jax.Array
-
-    @classmethod
-    def on_device(cls, cfg: ModelConfig, page_ids: jax.Array, positions: jax.Array) -> "CachePositions":
-        """Returns the cache positions of tokens at `positions` `[T]` of their requests, in pages `page_ids` `[T]`."""
-        shards = ContextShards.of(cfg)
-        offsets = shards.own_offsets(positions % cfg.page_size)
-        if shards.size > 1:
-            page_ids = jnp.where((offsets >= 0) & (offsets < shards.tokens), page_ids, -1)
-        return cls(page_ids, offsets)
-
-
-def prefill_cache_positions(batch: PrefillBatch, cfg: ModelConfig) -> CachePositions:
-    """Returns the cache positions `[T]` of a prefill batch."""
-    B, Mp = batch.page_table.shape
-    rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-    chunk = search(batch.cu_lengths[1:], rows, side="right")
-    column = jnp.clip(batch.positions // cfg.page_size, 0, Mp - 1)
-    page_ids = jnp.where(chunk < B, batch.page_table[jnp.minimum(chunk, B - 1), column], -1)
-    return CachePositions.on_device(cfg, page_ids, batch.positions)
-
-
-def decode_positions(batch: DecodeBatch) -> jax.Array:
-    """Returns the positions `[B, S]` int32 of the query tokens; negative in inactive rows."""
-    S = batch.tokens.shape[1]
-    return batch.lengths[:, None] - S + jnp.arange(S, dtype=jnp.int32)
-
-
-def decode_cache_positions(batch: DecodeBatch, cfg: ModelConfig) -> CachePositions:
-    """Returns the cache positions `[B * S]` of a decode batch; inactive rows are padding."""
-    positions = decode_positions(batch)
-    column = jnp.clip(positions // cfg.page_size, 0, batch.page_table.shape[1] - 1)
-    page_ids = jnp.where(positions >= 0, jnp.take_along_axis(batch.page_table, column, axis=1), -1)
-    return CachePositions.on_device(cfg, page_ids.reshape(-1), positions.reshape(-1))
+    shards, Mp = ContextShards.of(cfg), rows.page_table.shape[1]
+    offsets = shards.own_offsets(rows.positions % cfg.page_size)
+    column = jnp.clip(rows.positions // cfg.page_size, 0, Mp - 1)
+    page_ids = jnp.where(rows.valid, rows.page_table[rows.requests, column], -1)
+    if shards.size > 1:
+        page_ids = jnp.where((offsets >= 0) & (offsets < shards.tokens), page_ids, -1)
+    return page_ids, offsets
 
 
 @jax.tree_util.register_dataclass
@@ -184,37 +153,37 @@ def write_latents(
     cfg: ModelConfig,
     pages: jax.Array,
     tokens: Projected,
-    cache_positions: CachePositions,
+    positions: tuple[jax.Array, jax.Array],
     cache_layer: Index,
     pages_per_layer: int,
     backend: Backend | None,
 ) -> jax.Array:
-    """Returns the page pool with the tokens' latents at their cache positions."""
+    """Returns the page pool with the tokens' latents at their `cache_positions`."""
     where = _addressing(cfg, cache_layer, pages_per_layer, backend)
-    return mla.write_pages(pages, tokens.latent, cache_positions.page_ids, cache_positions.offsets, **where)
+    return mla.write_pages(pages, tokens.latent, *positions, **where)
 
 
 def attend_after_write(
-    cfg: ModelConfig, cache_positions: CachePositions, pages_per_layer: int, backend: Backend | None, core: Core
+    cfg: ModelConfig, rows: StepRows, pages_per_layer: int, backend: Backend | None, core: Core
 ) -> Attend:
     """Returns attention that first writes the new tokens' latents. The state is the page pool."""
+    positions = cache_positions(cfg, rows)
 
     def attend(tokens, params, place, pages):
         layer, cache_layer = place.layer, place.cache_layer
-        latents = write_latents(cfg, pages[LATENTS], tokens, cache_positions, cache_layer, pages_per_layer, backend)
+        latents = write_latents(cfg, pages[LATENTS], tokens, positions, cache_layer, pages_per_layer, backend)
         return core(tokens, params, layer, cache_layer, latents), {**pages, LATENTS: latents}
 
     return attend
 
 
-def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Core:
+def prefill_core(
+    cfg: ModelConfig, batch: PrefillBatch, rows: StepRows, pages_per_layer: int, backend: Backend | None
+) -> Core:
     """Attends in prefill: to new tokens in materialized form, to cached ones in absorbed form."""
     shards = ContextShards.of(cfg)
     if invariance.required():
-        G, rows = len(batch.page_table), jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-        chunk = search(batch.cu_lengths[1:], rows, side="right")
-        seen, table = jnp.where(chunk < G, batch.positions + 1, 0), batch.page_table[jnp.minimum(chunk, G - 1)]
-        return _paged_core(cfg, seen, table, 1, pages_per_layer, backend, None)
+        return _paged_core(cfg, rows.visible, rows.page_table[rows.requests], 1, pages_per_layer, backend, None)
     context_lengths = shards.own_lengths(batch.context_lengths)
 
     def attend(tokens, params, layer, cache_layer, pages):
@@ -246,7 +215,7 @@ def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, ba
 
 
 def decode_core(
-    cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int
+    cfg: ModelConfig, batch: DecodeBatch, rows: StepRows, pages_per_layer: int, backend: Backend | None, heads: int
 ) -> Core:
     """Attends in decode: S new tokens per request to all cached tokens and to each other, in absorbed form.
 
@@ -254,7 +223,7 @@ def decode_core(
     """
     S, lengths, table = batch.tokens.shape[1], batch.lengths, batch.page_table
     if S > 1 and invariance.required():
-        lengths, table = jnp.maximum(decode_positions(batch).reshape(-1) + 1, 0), jnp.repeat(table, S, axis=0)
+        lengths, table = rows.visible, jnp.repeat(table, S, axis=0)
     elif S > 1 and cfg.context_shards > 1:
         return _context_core(cfg, batch, pages_per_layer, backend, heads)
     queries = batch.tokens.size // len(lengths)

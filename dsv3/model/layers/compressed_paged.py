@@ -32,10 +32,10 @@ from dsv3.config.model import (
 )
 from dsv3.kv_cache import layout
 from dsv3.kv_cache.layout import Pool, pages_per_layer
-from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.batch import DecodeBatch, PrefillBatch, StepRows
 from dsv3.model.context_parallel import ContextShards
 from dsv3.model.layers.attention import Attend, LayerPlace
-from dsv3.model.layers.cache_rows import CacheRows, StepRows
+from dsv3.model.layers.cache_rows import CacheRows
 from dsv3.model.layers.compressed_attention import (
     CompressedTokens,
     compressed_of,
@@ -65,16 +65,16 @@ from pallas_kernels.compressed import (
 )
 
 
-def prefill_attend_compressed(cfg: ModelConfig, batch: PrefillBatch, backend: Backend | None = None) -> Attend:
-    """Attends in prefill; the state is the page pool."""
-    return functools.partial(_attend, cfg, _SharedStep.of(cfg, StepRows.from_prefill(batch)), backend)
+def paged_attend_compressed(
+    cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, rows: StepRows, backend: Backend | None = None
+) -> Attend:
+    """Attends in a step with these rows; the state is the page pool, or `SplitState`.
 
-
-def decode_attend_compressed(cfg: ModelConfig, batch: DecodeBatch, backend: Backend | None = None) -> Attend:
-    """Attends in decode; the state is the page pool. Raises ValueError for more drafts than rings have rows for."""
-    if (drafts := batch.tokens.shape[1] - 1) > DRAFT_ROWS:
+    Raises ValueError for more drafts than rings have rows for.
+    """
+    if isinstance(batch, DecodeBatch) and (drafts := batch.tokens.shape[1] - 1) > DRAFT_ROWS:
         raise ValueError(f"{drafts} drafts: the cache keeps rows for at most {DRAFT_ROWS} in a step")
-    return functools.partial(_attend, cfg, _SharedStep.of(cfg, StepRows.from_decode(batch)), backend)
+    return functools.partial(_attend, cfg, _SharedStep.of(cfg, rows), backend)
 
 
 class SplitState(NamedTuple):
@@ -137,21 +137,20 @@ class _Queries:
             numbers = jnp.arange(entries.capacity, dtype=jnp.int32)[None]
             own = ContextShards.of(cfg, ratio).own_lengths(num_complete(ratio, seen - 1))
             heavy = entries.list_rows(requests, numbers, jnp.minimum(own, entries.capacity))
-        last = rows.list_last(requests, positions, seen, compressed.window, window)
+        last = window.list_last(requests, positions, seen, compressed.window)
         share = ContextShards.of(cfg).own_share(last)
         return cls(requests, rows.page_table[requests], complete, last, share, heavy)
 
 
 @dataclasses.dataclass(frozen=True)
 class _SharedStep:
-    """What all layers share in a step: tokens, their `seen` and queries, and each one's own entry's rotation by ratio.
+    """What all layers share in a step: tokens, queries, and the rotation of each token's own entry by ratio.
 
     A layer with too many queries to list at once lists groups of them itself.
     """
 
     rows: StepRows
     tokens: StepTokens
-    seen: jax.Array  # [T]
     queries: _Queries
     rotations: Mapping[int, Rotation]
 
@@ -164,8 +163,7 @@ class _SharedStep:
         tokens = StepTokens(rows.requests, jnp.where(rows.valid, rows.positions, -1), *requests)
         ratios = {ratio for ratio in compressed_of(cfg).ratios if ratio}
         by = {ratio: entry_rotation(cfg, rows.positions // ratio * ratio) for ratio in ratios}
-        seen = jnp.where(rows.valid, rows.positions + 1, 0)
-        return cls(rows, tokens, seen, _Queries.of(cfg, rows, rows.requests, rows.positions, seen), by)
+        return cls(rows, tokens, _Queries.of(cfg, rows, rows.requests, rows.positions, rows.visible), by)
 
 
 class _Compressor(NamedTuple):
@@ -220,7 +218,7 @@ class _Layer:
     def write_with_kernel(
         self, pool: Pool, compressors: list[_Compressor], new: jax.Array, out: jax.Array
     ) -> tuple[jax.Array, Pool]:
-        """Returns `out`, and the pool with the rows that the step's last tokens leave in rings; see `write_last`."""
+        """Returns `out`, and the pool with the rows that the step's last tokens leave in rings, as `write_after`."""
         named = [(each.names.parts, each.names.tails) for each in compressors]
         rings = [WINDOW_LATENTS, *(name for names in named for name in names if name is not None)]
         out, before = lax.optimization_barrier((out, {name: pool[name] for name in rings}))
@@ -253,11 +251,11 @@ class _Layer:
         requests, numbers = rows.requests[at], rows.positions[at] // ratio
         tokens = window_rows(ratio, numbers, overlaps=names.tails is not None)
         parts, given = self.group_rows(pool, names.parts), jnp.concatenate([new.values, new.scores], axis=-1)
-        made_of, written = rows.write_last(given, parts, rows.at(requests, tokens, given, parts))
+        made_of, written = parts.write_after(parts.read_tokens(requests, tokens, given), given)
         pool = {**pool, names.parts: written}
         if names.tails is not None:
             tails, first = self.group_rows(pool, names.tails), _first_series(given)
-            tail, written = rows.write_last(first, tails, tails.read(requests, tokens))
+            tail, written = tails.write_after(tails.read(requests, tokens), first)
             page = rows.contexts[requests] // self.cfg.page_size * self.cfg.page_size
             made_of = jnp.where((tokens < page[:, None])[..., None], _with_second_series(tail), made_of)
             pool = {**pool, names.tails: written}
@@ -308,7 +306,7 @@ class _Layer:
 
         index = () if tokens.index is None else (tokens.index.q, tokens.index.weights)
         size = self._queries_at_once(tokens.q, window, entries, keys)
-        arrays = (tokens.q, *index, rows.requests, rows.positions, self.step.seen)
+        arrays = (tokens.q, *index, rows.requests, rows.positions, rows.visible)
         return by_groups(group, size, arrays, self.backend, exchanges=divided)
 
     def _topk(
@@ -374,7 +372,7 @@ def _attend(
     if in_kernels:
         out, pool = layer.write_with_kernel(pool, compressors, new, out)
     else:
-        out, latents = step.rows.write_last(new, window, out)
+        out, latents = window.write_after(out, new)
         pool = {**pool, WINDOW_LATENTS: latents}
     return out, state._replace(pages=pool) if isinstance(state, SplitState) else pool
 

@@ -19,17 +19,14 @@ from jax import lax
 
 from dsv3.config.model import INDEX_KEYS, LATENTS, ModelConfig
 from dsv3.kv_cache.layout import Pool
-from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.batch import StepRows
 from dsv3.model.context_parallel import ContextShards
 from dsv3.model.layers.attention import (
     Attend,
-    CachePositions,
     Core,
     Projected,
     absorb,
-    decode_cache_positions,
-    decode_positions,
-    prefill_cache_positions,
+    cache_positions,
     project_values,
     write_latents,
 )
@@ -38,7 +35,6 @@ from dsv3.model.layers.linear import Index
 from dsv3.model.params import AttentionParams
 from pallas_kernels import dsa
 from pallas_kernels.backend import Backend, blocks_host, resolve_backend
-from pallas_kernels.search import search
 
 TopkCore = Callable[[Projected, AttentionParams, Index, Index, jax.Array, jax.Array], jax.Array]
 """Attends to top-k tokens: from tokens, parameters, layer, cache layer, pages and indices `[T, Kt]` to `[T, H, V]`."""
@@ -63,31 +59,6 @@ class SharedTopk:
     topk_indices: tuple[jax.Array, ...]
 
 
-class Rows(NamedTuple):
-    """The query rows of a batch: cache positions, requests, and the number of tokens that each sees."""
-
-    cache_positions: CachePositions
-    requests: jax.Array  # [T] int32, row of the page table
-    visible: jax.Array  # [T] int32, 0 in padding
-    page_table: jax.Array  # [B, Mp]
-
-
-def prefill_rows(batch: PrefillBatch, cfg: ModelConfig) -> Rows:
-    """Returns the rows of a prefill batch: each token sees itself and the tokens before it."""
-    B, rows = len(batch.page_table), jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-    chunk = search(batch.cu_lengths[1:], rows, side="right")
-    visible = jnp.where(chunk < B, batch.positions + 1, 0)
-    return Rows(prefill_cache_positions(batch, cfg), jnp.minimum(chunk, B - 1), visible, batch.page_table)
-
-
-def decode_rows(batch: DecodeBatch, cfg: ModelConfig) -> Rows:
-    """Returns the rows `[B * S]` of a decode batch."""
-    B, S = batch.tokens.shape
-    requests = jnp.repeat(jnp.arange(B, dtype=jnp.int32), S)
-    visible = jnp.maximum(decode_positions(batch).reshape(-1) + 1, 0)
-    return Rows(decode_cache_positions(batch, cfg), requests, visible, batch.page_table)
-
-
 def initial_state(cfg: ModelConfig, pages: Any, rows: tuple[int, ...]) -> Any:
     """Returns the attention state of a step whose micro-batches have `rows` rows each, from its pages."""
     if not shares_topk(cfg):
@@ -102,22 +73,23 @@ def state_pages(state: Any) -> Any:
 
 def sparse_attend(
     cfg: ModelConfig,
-    rows: Rows,
+    rows: StepRows,
     needs_topk: bool | jax.Array,
     pages_per_layer: int,
     backend: Backend | None,
     dense: Core,
     sparse: TopkForm,
-    number: int = 0,
+    number: int,
 ) -> Attend:
     """Writes latents and index keys, then attends to all tokens or, if queries need it, to the top-k tokens.
 
     `number` is that of the micro-batch. The state is the page pool, or `SharedTopk`.
     """
+    positions = cache_positions(cfg, rows)
 
     def attend(tokens, params, place, state):
         layer, cache_layer = place.layer, place.cache_layer
-        pages = _written(cfg, tokens, rows.cache_positions, cache_layer, state_pages(state), pages_per_layer, backend)
+        pages = _written(cfg, tokens, positions, cache_layer, state_pages(state), pages_per_layer, backend)
 
         def all_tokens() -> jax.Array:
             return dense(tokens, params, layer, cache_layer, pages[LATENTS])
@@ -153,32 +125,27 @@ def _with(state: Any, pages: Any, topk_indices: jax.Array | None = None, number:
 def _written(
     cfg: ModelConfig,
     tokens: Any,
-    cache_positions: CachePositions,
+    positions: tuple[jax.Array, jax.Array],
     cache_layer: Index,
     pages: Pool,
     pages_per_layer: int,
     backend: Backend | None,
 ) -> Pool:
     """Writes the tokens' latents, and their index keys in a layer that has an indexer; returns the pages."""
-    table = index_layers(cfg)
-    ids = (
-        cache_positions.page_ids
-        if table.has.all()
-        else jnp.where(lookup(table.has, cache_layer), cache_positions.page_ids, -1)
-    )
-    layer = lookup(table.in_pool, cache_layer)
-    keys = pages[INDEX_KEYS]
-    where: dict[str, Any] = {"layer": layer, "pages_per_layer": pages_per_layer}
+    table, (ids, offsets) = index_layers(cfg), positions
+    if not table.has.all():
+        ids = jnp.where(lookup(table.has, cache_layer), ids, -1)
+    where: dict[str, Any] = {"layer": lookup(table.in_pool, cache_layer), "pages_per_layer": pages_per_layer}
     return {
         **pages,
-        LATENTS: write_latents(cfg, pages[LATENTS], tokens, cache_positions, cache_layer, pages_per_layer, backend),
-        INDEX_KEYS: dsa.write_keys(keys, tokens.index.key, ids, cache_positions.offsets, **where),
+        LATENTS: write_latents(cfg, pages[LATENTS], tokens, positions, cache_layer, pages_per_layer, backend),
+        INDEX_KEYS: dsa.write_keys(pages[INDEX_KEYS], tokens.index.key, ids, offsets, **where),
     }
 
 
 def _topk_selector(
     cfg: ModelConfig,
-    rows: Rows,
+    rows: StepRows,
     index: IndexTokens,
     cache_layer: Index,
     pages: Pool,
@@ -214,7 +181,7 @@ def _topk_selector(
     return lambda: jnp.where(has, select(jnp.where(has, rows.visible, 0)), last)
 
 
-def copying_form(cfg: ModelConfig, rows: Rows, pages_per_layer: int, backend: Backend | None) -> TopkForm:
+def copying_form(cfg: ModelConfig, rows: StepRows, pages_per_layer: int, backend: Backend | None) -> TopkForm:
     """Attends in absorbed form to copies of the top-k tokens' latents."""
 
     def attend(tokens, params, layer, cache_layer, latents, topk_indices):
@@ -229,7 +196,7 @@ def copying_form(cfg: ModelConfig, rows: Rows, pages_per_layer: int, backend: Ba
 
 def _attend_topk(
     cfg: ModelConfig,
-    rows: Rows,
+    rows: StepRows,
     queries: jax.Array,
     topk_indices: jax.Array,
     latents: jax.Array,

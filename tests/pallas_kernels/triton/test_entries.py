@@ -13,9 +13,10 @@ import pytest
 from dsv3.config.model import FP8, INDEX_KEYS, ModelConfig
 from dsv3.kv_cache.layout import pool
 from dsv3.model import DecodeBatch, PrefillBatch
+from dsv3.model.batch import StepRows
 from dsv3.model.layers.attention import LayerPlace
 from dsv3.model.layers.compressed_attention import CompressedTokens, IndexQueries
-from dsv3.model.layers.compressed_paged import decode_attend_compressed, prefill_attend_compressed
+from dsv3.model.layers.compressed_paged import paged_attend_compressed
 from dsv3.model.params import CompressedAttentionParams, CompressorParams, PooledIndexerParams
 from pallas_kernels import backend, gpus
 from pallas_kernels.backend import Backend, set_fallbacks
@@ -107,9 +108,7 @@ def steps(cfg: ModelConfig, params: Any, place: LayerPlace, on: Backend | None) 
     """Returns a step's attention, compiled once per kind of batch."""
 
     def step(batch: PrefillBatch | DecodeBatch, tokens: CompressedTokens, pages: Any) -> Any:
-        if isinstance(batch, PrefillBatch):
-            return prefill_attend_compressed(cfg, batch, on)(tokens, params, place, pages)
-        return decode_attend_compressed(cfg, batch, on)(tokens, params, place, pages)
+        return paged_attend_compressed(cfg, batch, StepRows.of(batch), on)(tokens, params, place, pages)
 
     return jax.jit(step)
 

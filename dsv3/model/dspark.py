@@ -18,14 +18,9 @@ from dsv3.config.model import WINDOW_LATENTS, DSparkConfig, ModelConfig
 from dsv3.kv_cache.layout import Pool
 from dsv3.model.batch import DecodeBatch, PrefillBatch, StepRows
 from dsv3.model.decoder import LayerContext, Stack, embed, norm, run_layers
-from dsv3.model.layers.attention import LayerPlace
+from dsv3.model.layers.attention import LayerPlace, Projected
 from dsv3.model.layers.cache_rows import CacheRows
-from dsv3.model.layers.compressed_attention import (
-    CompressedTokens,
-    EntryAttention,
-    compressed_of,
-    project_latents,
-)
+from dsv3.model.layers.compressed_attention import EntryAttention, compressed_of, project_latents
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts
 from dsv3.model.layers.hyper_connections import start
 from dsv3.model.layers.linear import Numerics, linear
@@ -172,7 +167,7 @@ def _attend(
     rows: StepRows,
     pages: Pool,
     backend: Backend | None,
-    tokens: CompressedTokens,
+    tokens: Projected,
     params: CompressedAttentionParams,
     place: LayerPlace,
     state: Any,

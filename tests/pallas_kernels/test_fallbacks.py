@@ -14,8 +14,7 @@ from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH as V4
 from dsv3.kv_cache.layout import pool
 from dsv3.model import DecodeBatch
 from dsv3.model.batch import StepRows
-from dsv3.model.layers.attention import LayerPlace
-from dsv3.model.layers.compressed_attention import CompressedTokens
+from dsv3.model.layers.attention import LayerPlace, Projected
 from dsv3.model.layers.compressed_paged import paged_attend_compressed
 from dsv3.model.layers.router import route
 from dsv3.model.params import CompressedAttentionParams
@@ -50,7 +49,7 @@ def entries_of_a_layer(backend: Backend | None) -> jax.Array:
     counts, width = jnp.ones(1, I32), V4.latent_dim
     batch = DecodeBatch(jnp.ones((1, 1), I32), counts, counts[None], window_table=counts[None], slots=counts)
     pages = {name: jnp.zeros(a.shape, a.dtype) for name, a in pool(V4, "bfloat16", 2, 2, 2).items()}
-    tokens = CompressedTokens(jnp.ones((1, 2, width), F32), jnp.ones((1, width), BF16), None, None)
+    tokens = Projected(jnp.ones((1, 2, width), F32), jnp.ones((1, width), BF16))
     params = CompressedAttentionParams(*[None] * 4, jnp.ones((1, 2)), *[None] * 5)
     attend = paged_attend_compressed(V4, batch, StepRows.of(batch), backend)
     return attend(tokens, params, LayerPlace(0, 0), pages)[1]["window_latents"]

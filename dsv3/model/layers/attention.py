@@ -83,12 +83,14 @@ def cache_positions(cfg: ModelConfig, rows: StepRows) -> tuple[jax.Array, jax.Ar
 class Projected:
     """Attention inputs of T tokens: queries `[T, H, N + P]`, their last part rotated, and latents `[T, R + P]`.
 
-    `index` is the input of the indexer, None in dense attention.
+    `index` is the input of the indexer, None in dense attention. In compressed attention `entries` is what is `given`
+    to entries, float32, None in layers that see their window alone.
     """
 
     q: jax.Array
     latent: jax.Array
     index: IndexTokens | None = None
+    entries: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

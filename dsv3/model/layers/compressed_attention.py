@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv3.config.model import CompressedAttention, ModelConfig
-from dsv3.model.layers.attention import Attend, LayerPlace
+from dsv3.model.layers.attention import Attend, LayerPlace, Projected
 from dsv3.model.layers.compressor import given
+from dsv3.model.layers.indexer import IndexTokens
 from dsv3.model.layers.linear import Index, Numerics, QuantizedRows, Rows, linear, plain_rows
 from dsv3.model.layers.rope import Rotation, rotation
 from dsv3.model.layers.router import router_logits
@@ -25,30 +26,9 @@ from pallas_kernels.heads import normed_latents, unit_rotated_heads
 from pallas_kernels.rows import rotate_heads
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class IndexQueries:
-    """What the indexer makes of T tokens: queries `[T, Hi, Y]`, the heads' factors, and what its own entries need."""
-
-    q: jax.Array
-    weights: jax.Array  # [T, Hi] float32
-    keys: jax.Array  # [T, 4 * Y] float32, `given` to them
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class CompressedTokens:
-    """T tokens as attention takes them: queries `[T, H, d]` and latents `[T, d]`, rotated, and parts of entries."""
-
-    q: jax.Array
-    latent: jax.Array
-    entries: jax.Array | None  # float32, `given` to them; None in layers that see their window alone
-    index: IndexQueries | None  # of layers that choose among entries
-
-
 @dataclasses.dataclass(frozen=True)
 class EntryAttention:
-    """`Attention` to a window and entries; `attend` takes `CompressedTokens`."""
+    """`Attention` to a window and entries."""
 
     cfg: ModelConfig
     rotations: tuple[Rotation, Rotation]  # of layers without entries, and of those with
@@ -59,11 +39,22 @@ class EntryAttention:
         """Returns the attention of tokens at `positions` `[T]`."""
         return cls(cfg, (rotation(cfg, positions), entry_rotation(cfg, positions)), attend)
 
-    def project(
-        self, x: Rows, params: CompressedAttentionParams, place: LayerPlace, numerics: Numerics
-    ) -> CompressedTokens:
-        """Returns queries and latents of `x` `[T, D]`, and what the layer's entries are made of."""
-        return project(x, params, place, self.cfg, self.rotations[place.ratio > 0], numerics)
+    @jax.named_scope("project")
+    def project(self, x: Rows, params: CompressedAttentionParams, place: LayerPlace, numerics: Numerics) -> Projected:
+        """Returns queries and latents of `x` `[T, D]`, both rotated, and what the layer's entries are made of."""
+        cfg, by, backend = self.cfg, self.rotations[place.ratio > 0], numerics.backend
+        q_latent, latent = _latents(x, params, place.layer, cfg, by, numerics)
+        x = plain_rows(x)
+        q = linear(q_latent, params.q_b, place.layer, numerics)
+        q = q.reshape(len(x), -1, cfg.latent_dim)  # the heads of this device
+        entries = index = None
+        if (compressor := compressor_of(params, cfg, place.ratio)) is not None:
+            entries = given(x, compressor, place.of_ratio, backend)
+            if compressor is params.sparse:
+                index = _index_queries(x, q_latent, params.indexer, place.of_ratio, cfg, by, numerics)
+        return Projected(
+            unit_rotated_heads(q, by.cos, by.sin, cfg.rms_norm_eps, backend=backend), latent, index, entries
+        )
 
     def output(
         self, heads: jax.Array, params: CompressedAttentionParams, place: LayerPlace, numerics: Numerics
@@ -96,33 +87,6 @@ def compressor_of(params: CompressedAttentionParams, cfg: ModelConfig, ratio: in
     return params.sparse if ratio == compressed_of(cfg).sparse_ratio else params.heavy
 
 
-@jax.named_scope("project")
-def project(
-    x: Rows,
-    params: CompressedAttentionParams,
-    place: LayerPlace,
-    cfg: ModelConfig,
-    by: Rotation,
-    numerics: Numerics,
-) -> CompressedTokens:
-    """Returns what attention takes of `x` `[T, D]`, rotated `by` what suits the layer."""
-    layer, backend, d = place.layer, numerics.backend, cfg.latent_dim
-    q_latent, latent = _latents(x, params, layer, cfg, by, numerics)
-    x = plain_rows(x)
-    q = linear(q_latent, params.q_b, layer, numerics).reshape(len(x), -1, d)  # the heads of this device
-    entries = index = None
-    if (compressor := compressor_of(params, cfg, place.ratio)) is not None:
-        entries = given(x, compressor, place.of_ratio, backend)
-        if compressor is params.sparse:
-            index = _index_queries(x, q_latent, params.indexer, place.of_ratio, cfg, by, numerics)
-    return CompressedTokens(
-        q=unit_rotated_heads(q, by.cos, by.sin, cfg.rms_norm_eps, backend=backend),
-        latent=latent,
-        entries=entries,
-        index=index,
-    )
-
-
 def project_latents(
     x: Rows,
     params: CompressedAttentionParams,
@@ -131,7 +95,7 @@ def project_latents(
     by: Rotation,
     numerics: Numerics,
 ) -> jax.Array:
-    """Returns the latents `[T, d]` of `x` `[T, D]` alone, as `project` does.
+    """Returns the latents `[T, d]` of `x` `[T, D]` alone, as `EntryAttention.project` does.
 
     The rows of the query latent are computed too: a product with some rows of a stack would copy them.
     """
@@ -163,14 +127,14 @@ def _index_queries(
     cfg: ModelConfig,
     by: Rotation,
     numerics: Numerics,
-) -> IndexQueries:
+) -> IndexTokens:
     assert params is not None  # layers of the sparse ratio have an indexer
     indexer, backend = compressed_of(cfg).indexer, numerics.backend
     q = linear(q_latent, params.q_b, layer, numerics).reshape(len(x), indexer.num_heads, indexer.head_dim)
-    return IndexQueries(
+    return IndexTokens(
         q=rotate_heads(q, by.cos, by.sin, backend=backend),
+        key=given(x, params.compressor, layer, backend),
         weights=router_logits(x, params.weights, layer, backend) * (indexer.num_heads * indexer.head_dim) ** -0.5,
-        keys=given(x, params.compressor, layer, backend),
     )
 
 

@@ -34,16 +34,15 @@ from dsv3.kv_cache import layout
 from dsv3.kv_cache.layout import Pool, pages_per_layer
 from dsv3.model.batch import DecodeBatch, PrefillBatch, StepRows
 from dsv3.model.context_parallel import ContextShards
-from dsv3.model.layers.attention import Attend, LayerPlace
+from dsv3.model.layers.attention import Attend, LayerPlace, Projected
 from dsv3.model.layers.cache_rows import CacheRows
 from dsv3.model.layers.compressed_attention import (
-    CompressedTokens,
     compressed_of,
     compressor_of,
     entry_rotation,
     num_complete,
 )
-from dsv3.model.layers.compressor import Contribution, contributions, norm_and_rotate, pool_window, window_rows
+from dsv3.model.layers.compressor import contributions, norm_and_rotate, pool_window, window_rows
 from dsv3.model.layers.rope import Rotation
 from dsv3.model.layers.sparse import by_groups, state_pages
 from dsv3.model.params import CompressedAttentionParams, CompressorParams
@@ -93,23 +92,6 @@ class SplitState(NamedTuple):
         latents = pool[WINDOW_LATENTS]
         rows = min(compressed_of(cfg).window, tokens)
         return cls(pool, jnp.zeros((rows, latents.shape[-1]), latents.dtype))
-
-
-class _Names(NamedTuple):
-    """The cache groups of one compressor: its entries, and the parts of those that are not complete.
-
-    Where entries overlap, a page's first one also needs what the last tokens of the page before give. They lie in that
-    page, so that a request can go on behind it that did not write it.
-    """
-
-    entries: str
-    parts: str
-    tails: str | None
-
-
-_SPARSE = _Names(SPARSE_ENTRIES, SPARSE_PARTS, SPARSE_TAILS)
-_INDEX = _Names(INDEX_KEYS, INDEX_PARTS, INDEX_TAILS)
-_HEAVY = _Names(HEAVY_ENTRIES, HEAVY_PARTS, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,11 +149,18 @@ class _SharedStep:
 
 
 class _Compressor(NamedTuple):
-    """A compressor of a layer: its cache groups, parameters, and what it is `given` of the step's tokens."""
+    """A compressor of a layer: its parameters, what it is `given` of the step's tokens, and names of cache groups.
 
-    names: _Names
+    They are those of its entries, of the parts of entries that are not complete, and of tails. Where entries overlap, a
+    page's first one also needs what the last tokens of the page before give. They lie in that page, so that a request
+    can go on behind it that did not write it.
+    """
+
     params: CompressorParams
     given: jax.Array  # [T, 2 * C]
+    entries: str
+    parts: str
+    tails: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,13 +190,13 @@ class _Layer:
         """Returns whether kernels complete the layer's entries and write its rings."""
         rotated = self.cfg.qk_rope_head_dim
         return usable(self.kernels) and all(
-            completes(pool[names.entries], params.norm, dtype, rotated, is_key=names.entries == INDEX_KEYS)
-            for names, params, _ in compressors
+            completes(pool[each.entries], each.params.norm, dtype, rotated, is_key=each.entries == INDEX_KEYS)
+            for each in compressors
         )
 
     def complete_with_kernel(self, pool: Pool, each: _Compressor) -> Pool:
         """Returns the pool with the entries that the step completes."""
-        name, by = each.names.entries, self.step.rotations[self.place.ratio]
+        name, by = each.entries, self.step.rotations[self.place.ratio]
         written = complete_entries(
             pool[name], self._given(pool, each), each.params.norm, self.place.of_ratio, self.step.tokens, by.cos,
             by.sin, sizes=self._sizes(pool), eps=self.cfg.rms_norm_eps, is_key=name == INDEX_KEYS,
@@ -219,8 +208,8 @@ class _Layer:
         self, pool: Pool, compressors: list[_Compressor], new: jax.Array, out: jax.Array
     ) -> tuple[jax.Array, Pool]:
         """Returns `out`, and the pool with the rows that the step's last tokens leave in rings, as `write_after`."""
-        named = [(each.names.parts, each.names.tails) for each in compressors]
-        rings = [WINDOW_LATENTS, *(name for names in named for name in names if name is not None)]
+        named = [name for each in compressors for name in (each.parts, each.tails) if name is not None]
+        rings = [WINDOW_LATENTS, *named]
         out, before = lax.optimization_barrier((out, {name: pool[name] for name in rings}))
         pool = {**pool, **before}
         given = tuple(self._given(pool, each) for each in compressors)
@@ -231,8 +220,8 @@ class _Layer:
         return out, {**pool, **dict(zip(rings, written, strict=True))}
 
     def _given(self, pool: Pool, each: _Compressor) -> Given:
-        tails = None if each.names.tails is None else pool[each.names.tails]
-        return Given(each.given, each.params.position, pool[each.names.parts], tails)
+        tails = None if each.tails is None else pool[each.tails]
+        return Given(each.given, each.params.position, pool[each.parts], tails)
 
     def _sizes(self, pool: Pool) -> PoolSizes:
         cfg = self.cfg
@@ -241,31 +230,31 @@ class _Layer:
 
     def complete_entries(self, pool: Pool, each: _Compressor, dtype: jnp.dtype) -> Pool:
         """Returns the pool with the entries that the step completes, and with what later ones need of its tokens."""
-        rows, ratio, (names, params, given) = self.rows, self.place.ratio, each
-        new, width = contributions(given, params, self.place.of_ratio, rows.positions), params.norm.shape[-1]
+        rows, ratio, params, width = self.rows, self.place.ratio, each.params, each.params.norm.shape[-1]
+        given = contributions(each.given, params, self.place.of_ratio, rows.positions)
         T, B = len(rows.positions), len(rows.ends)
         exists, at = rows.valid & ((rows.positions + 1) % ratio == 0), jnp.arange(T, dtype=jnp.int32)
         if (most := T // ratio + B) < T:
             (at,) = jnp.nonzero(exists, size=most, fill_value=T)
             exists, at = at < T, jnp.minimum(at, T - 1)
         requests, numbers = rows.requests[at], rows.positions[at] // ratio
-        tokens = window_rows(ratio, numbers, overlaps=names.tails is not None)
-        parts, given = self.group_rows(pool, names.parts), jnp.concatenate([new.values, new.scores], axis=-1)
+        tokens = window_rows(ratio, numbers, overlaps=each.tails is not None)
+        parts = self.group_rows(pool, each.parts)
         made_of, written = parts.write_after(parts.read_tokens(requests, tokens, given), given)
-        pool = {**pool, names.parts: written}
-        if names.tails is not None:
-            tails, first = self.group_rows(pool, names.tails), _first_series(given)
+        pool = {**pool, each.parts: written}
+        if each.tails is not None:
+            tails, first = self.group_rows(pool, each.tails), _first_series(given)
             tail, written = tails.write_after(tails.read(requests, tokens), first)
             page = rows.contexts[requests] // self.cfg.page_size * self.cfg.page_size
             made_of = jnp.where((tokens < page[:, None])[..., None], _with_second_series(tail), made_of)
-            pool = {**pool, names.tails: written}
-        made = pool_window(Contribution(*jnp.split(made_of, 2, axis=-1)), tokens >= 0, width)
+            pool = {**pool, each.tails: written}
+        made = pool_window(made_of, tokens >= 0, width)
         by = entry_rotation(self.cfg, numbers * ratio)
         done = norm_and_rotate(made, params, self.place.of_ratio, by, self.cfg.rms_norm_eps, dtype, self.backend)
-        entries = dataclasses.replace(self.group_rows(pool, names.entries), table=self.step.tokens.page_table)
-        if names.entries != INDEX_KEYS:
+        entries = dataclasses.replace(self.group_rows(pool, each.entries), table=self.step.tokens.page_table)
+        if each.entries != INDEX_KEYS:
             done = encode_rows(done, self.cfg.kv_lora_rank, entries.array.dtype, backend=self.backend)
-            return {**pool, names.entries: entries.write(done, requests, numbers, exists)}
+            return {**pool, each.entries: entries.write(done, requests, numbers, exists)}
         pages, offsets = entries.locate(requests, numbers)
         where: dict[str, Any] = {"layer": self.place.of_ratio, "pages_per_layer": pages_per_layer(self.cfg, pool)}
         keys = dsa.write_keys(entries.array, done, jnp.where(exists, pages, -1), offsets, **where)
@@ -273,7 +262,7 @@ class _Layer:
 
     def attend(
         self,
-        tokens: CompressedTokens,
+        tokens: Projected,
         sink: jax.Array,
         new: jax.Array,
         window: CacheRows,
@@ -342,7 +331,7 @@ def _attend(
     cfg: ModelConfig,
     step: _SharedStep,
     backend: Backend | None,
-    tokens: CompressedTokens,
+    tokens: Projected,
     params: CompressedAttentionParams,
     place: LayerPlace,
     state: "Pool | SplitState",
@@ -351,14 +340,17 @@ def _attend(
     pool = state_pages(state)
     if (compressor := compressor_of(params, cfg, place.ratio)) is not None:
         assert tokens.entries is not None  # of layers with a compressor
-        compressors.append(_Compressor(_HEAVY if tokens.index is None else _SPARSE, compressor, tokens.entries))
+        heavy, sparse = (HEAVY_ENTRIES, HEAVY_PARTS), (SPARSE_ENTRIES, SPARSE_PARTS, SPARSE_TAILS)
+        names = heavy if tokens.index is None else sparse
+        compressors.append(_Compressor(compressor, tokens.entries, *names))
     if tokens.index is not None:
         assert params.indexer is not None
-        compressors.append(_Compressor(_INDEX, params.indexer.compressor, tokens.index.keys))
+        names = INDEX_KEYS, INDEX_PARTS, INDEX_TAILS
+        compressors.append(_Compressor(params.indexer.compressor, tokens.index.key, *names))
     in_kernels = layer.has_kernels(pool, compressors, dtype)
     for each in compressors:
         pool = layer.complete_with_kernel(pool, each) if in_kernels else layer.complete_entries(pool, each, dtype)
-    groups = [layer.group_rows(pool, each.names.entries) for each in compressors]
+    groups = [layer.group_rows(pool, each.entries) for each in compressors]
     entries, keys = (*groups, None, None)[:2]
     window = layer.group_rows(pool, WINDOW_LATENTS)
     new = encode_rows(tokens.latent, cfg.kv_lora_rank, window.array.dtype, backend=backend)

@@ -2,10 +2,9 @@
 
 Every token gives values and scores. An entry is the sum of its window's values, weighted channel by channel with a
 softmax of the scores over the window. Where entries overlap, tokens give two series: the first goes to the entry of the
-next window, the second to that of their own.
+next window, the second to that of their own. What a token gives are C values and as many scores side by side; C is d,
+or 2 * d where entries overlap.
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +17,6 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.rows import rms_norm
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Contribution:
-    """What tokens give to the entries around them, float32 `[..., C]` each; C is d, or 2 * d where entries overlap.
-
-    A cache keeps it of the tokens of windows that are not complete, and of those that the next entry needs.
-    """
-
-    values: jax.Array
-    scores: jax.Array
-
-
 @jax.named_scope("compressor")
 def given(x: jax.Array, params: CompressorParams, layer: Index, backend: Backend | None) -> jax.Array:
     """Returns values and scores float32 `[T, 2 * C]` of tokens `x` `[T, D]`, without what their places add to scores.
@@ -40,11 +27,14 @@ def given(x: jax.Array, params: CompressorParams, layer: Index, backend: Backend
 
 
 @jax.named_scope("compressor")
-def contributions(given: jax.Array, params: CompressorParams, layer: Index, positions: jax.Array) -> Contribution:
-    """Returns what tokens at `positions` `[T]` give, from the result `[T, 2 * C]` of `given`."""
+def contributions(given: jax.Array, params: CompressorParams, layer: Index, positions: jax.Array) -> jax.Array:
+    """Returns what tokens at `positions` `[T]` give, `[T, 2 * C]`, from the result of `given`.
+
+    A cache keeps it of the tokens of windows that are not complete, and of those that the next entry needs.
+    """
     values, scores = jnp.split(given, 2, axis=-1)
     place = layer_slice(params.position, layer)
-    return Contribution(values, scores + place[positions % len(place)])
+    return jnp.concatenate([values, scores + place[positions % len(place)]], axis=-1)
 
 
 def window_rows(ratio: int, entries: jax.Array, *, overlaps: bool) -> jax.Array:
@@ -56,15 +46,15 @@ def window_rows(ratio: int, entries: jax.Array, *, overlaps: bool) -> jax.Array:
 
 
 @jax.named_scope("compressor")
-def pool_window(rows: Contribution, exists: jax.Array, width: int) -> jax.Array:
+def pool_window(rows: jax.Array, exists: jax.Array, width: int) -> jax.Array:
     """Returns entries float32 `[..., d]`, before their norm.
 
     Args:
-      rows: what the tokens of each entry's windows give, `[..., S, C]` in the order of `window_rows`.
+      rows: what the tokens of each entry's windows give, `[..., S, 2 * C]` in the order of `window_rows`.
       exists: bool `[..., S]`, which of them there are: the first window has none before it.
       width: d. Where C is twice that, the first half of the rows give their first series.
     """
-    values, scores = rows.values, rows.scores
+    values, scores = jnp.split(rows, 2, axis=-1)
     if values.shape[-1] > width:
         earlier = jnp.arange(values.shape[-2])[:, None] < values.shape[-2] // 2  # a choice, since XLA fuses no joining
         values, scores = (jnp.where(earlier, a[..., :width], a[..., width:]) for a in (values, scores))

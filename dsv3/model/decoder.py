@@ -236,13 +236,13 @@ def run_layer(
 ) -> tuple[Residual, Any, RouterStats | None]:
     """Runs one decoder layer: attention, then a dense MLP or experts, each after a norm and around a residual."""
     block, state = attention_block(stack, place, context, x, state)
-    normed = post_normed(stack, place, context, block)
     if stack.layers.mlp is not None:
+        normed = _post_normed(stack, place, context, block)
         with jax.named_scope("mlp"):
             partial = mlp(normed, stack.layers.mlp, place.layer, context.numerics)
             return block.write(context.routed.shards.sum(partial)), state, None
+    normed, routing = choose_experts(stack, place, context, block)
     with jax.named_scope("moe"):
-        routing = choose_experts(stack, place, context, normed)
         y, router_stats = context.routed(normed, routing, stack.experts(place, context.numerics))
         shared = shared_expert(stack, place, context, normed)
         router_stats = context.with_ids(router_stats, routing.ids)
@@ -266,7 +266,7 @@ def _read(block: Block, weight: jax.Array, place: LayerPlace, context: LayerCont
     return block.read(weight, place.layer, context.cfg.rms_norm_eps, context.numerics.backend)
 
 
-def post_normed(stack: Stack, place: LayerPlace, context: LayerContext, block: Block) -> Rows:
+def _post_normed(stack: Stack, place: LayerPlace, context: LayerContext, block: Block) -> Rows:
     """Returns the input of the MLP or the experts of a layer, `[T, D]`, from the residual at their place."""
     return _read(block, stack.layers.post_norm, place, context)
 
@@ -275,13 +275,13 @@ def attention_block(
     stack: Stack, place: LayerPlace, context: LayerContext, x: Residual, state: Any
 ) -> tuple[Block, Any]:
     """Runs attention; returns the residual after it, at the next block's place, and the attention state."""
-    block, tokens = queries(stack, place, context, x)
+    block, tokens = project(stack, place, context, x)
     heads, state = core(stack, place, context, tokens, state)
     return output(stack, place, context, block, heads), state
 
 
 @jax.named_scope("attention")
-def queries(stack: Stack, place: LayerPlace, context: LayerContext, x: Residual) -> tuple[Block, Any]:
+def project(stack: Stack, place: LayerPlace, context: LayerContext, x: Residual) -> tuple[Block, Any]:
     """Computes the norm and the projections before the attention core; also returns the residual at their place."""
     layers = stack.layers
     weight = getattr(layers.attention, "qkv_a", None)
@@ -310,9 +310,14 @@ def experts_block(stack: Stack, place: LayerPlace, context: LayerContext, x: Res
     return _at(x, layers.moe_mixing, layers.post_norm, weight, place, context)
 
 
+def choose_experts(stack: Stack, place: LayerPlace, context: LayerContext, block: Block) -> tuple[Rows, Routing]:
+    """Returns the experts' input `[T, D]`, normed, and the routing of its rows; ids are -1 in padding."""
+    normed = _post_normed(stack, place, context, block)
+    return normed, _choose_experts(stack, place, context, normed)
+
+
 @jax.named_scope("router")
-def choose_experts(stack: Stack, place: LayerPlace, context: LayerContext, normed: Rows) -> Routing:
-    """Selects the experts of each row of `normed` `[T, D]`; ids are -1 in padding rows."""
+def _choose_experts(stack: Stack, place: LayerPlace, context: LayerContext, normed: Rows) -> Routing:
     moe, cfg, backend = stack.moe, context.cfg, context.numerics.backend
     logits = router_logits(plain_rows(normed), moe.router, place.layer, backend)
     given = place.hashed or context.replayed is not None

@@ -24,7 +24,6 @@ from dsv3.model.decoder import (
     embed,
     final_norm,
     logits,
-    post_normed,
     run_layer,
     shared_expert,
 )
@@ -166,9 +165,7 @@ def _checked(
     return kept
 
 
-@jax.jit
-def _embed(params: Params, tokens: jax.Array) -> jax.Array:
-    return embed(params, tokens)
+_embed = jax.jit(embed)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "backend"))
@@ -221,8 +218,7 @@ def _moe_layer(
 ) -> tuple[Residual, dict[str, jax.Array]]:
     """Runs a layer as `decoder.run_layer` does, and returns its router values too."""
     block, values = attention_block(stack, place, context, x, {})
-    normed = post_normed(stack, place, context, block)
-    routing = choose_experts(stack, place, context, normed)
+    normed, routing = choose_experts(stack, place, context, block)
     y, _ = context.routed(normed, routing, stack.experts(place, context.numerics))
     shown = {
         "router_logits": router_logits(plain_rows(normed), stack.moe.router, place.layer, context.numerics.backend),

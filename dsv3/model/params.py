@@ -271,7 +271,7 @@ def declare(cfg: ModelConfig) -> Params:
         norm=ParamSpec((D,), (None,), "ones"),
         head=None if cfg.tie_word_embeddings else ParamSpec((W, D), ("vocab", None)),
         mtp=_drafters(cfg),
-        head_mixing=_head_mixing(cfg),
+        head_mixing=_mixing(cfg, at_head=True),
     )
 
 
@@ -341,28 +341,17 @@ def _compressor(Lc: int, D: int, d: int, ratio: int, series: int) -> CompressorP
     )
 
 
-def _mixing(cfg: ModelConfig, L: int) -> MixingParams | None:
-    """Declares the mixing of streams at one place of L layers; None where there is one stream."""
+def _mixing(cfg: ModelConfig, *layers: int, at_head: bool = False) -> MixingParams | None:
+    """Declares the mixing of streams at one place of so many `layers`, or behind the last one; None for one stream."""
     if cfg.hyper_connections is None:
         return None
     n = cfg.hyper_connections.streams
-    return MixingParams(*_mixing_specs((L,), n * (n + 2), n * cfg.hidden_size, 3))
-
-
-def _head_mixing(cfg: ModelConfig, *modules: int) -> MixingParams | None:
-    """Declares the mixing behind the last layer, or behind each of so many `modules`."""
-    if cfg.hyper_connections is None:
-        return None
-    n = cfg.hyper_connections.streams
-    return MixingParams(*_mixing_specs(modules, n, n * cfg.hidden_size, 1))
-
-
-def _mixing_specs(lead: tuple[int, ...], rows: int, width: int, scales: int) -> tuple[ParamSpec, ParamSpec, ParamSpec]:
-    layers: tuple[Axis, ...] = tuple("layers" for _ in lead)
-    return (
-        ParamSpec((*lead, rows, width), (*layers, None, None), dtype=jnp.float32),
-        ParamSpec((*lead, rows), (*layers, None), "zeros", dtype=jnp.float32),
-        ParamSpec((*lead, scales), (*layers, None), "ones", dtype=jnp.float32),
+    rows, scales = (n, 1) if at_head else (n * (n + 2), 3)
+    axes: tuple[Axis, ...] = tuple("layers" for _ in layers)
+    return MixingParams(
+        weight=ParamSpec((*layers, rows, n * cfg.hidden_size), (*axes, None, None), dtype=jnp.float32),
+        base=ParamSpec((*layers, rows), (*axes, None), "zeros", dtype=jnp.float32),
+        scale=ParamSpec((*layers, scales), (*axes, None), "ones", dtype=jnp.float32),
     )
 
 
@@ -414,7 +403,7 @@ def _dspark(cfg: ModelConfig, dspark: DSparkConfig) -> DSparkParams:
         main_norm=_norm(1, D),
         layers=_layers(cfg, cfg.num_hidden_layers, dspark.stages, moe=True),
         norm=_norm(1, D),
-        head_mixing=_head_mixing(cfg),
+        head_mixing=_mixing(cfg, at_head=True),
         markov_embed=ParamSpec((W, r), (None, None)),
         markov_head=ParamSpec((W, r), ("vocab", None)),
         confidence=ParamSpec((1, D + r), (None, None)),
@@ -429,7 +418,7 @@ def _mtp(cfg: ModelConfig, L: int) -> MtpParams:
         proj=ParamSpec((L, D, 2 * D), ("layers", None, None)),
         layers=_layers(cfg, cfg.num_hidden_layers, L, moe=True),
         norm=_norm(L, D),
-        head_mixing=_head_mixing(cfg, L),
+        head_mixing=_mixing(cfg, L, at_head=True),
     )
 
 

@@ -174,11 +174,9 @@ def _run(
 ) -> tuple[tuple[Residual, ...], Any, RouterStats | None]:
     """Runs all layers on the micro-batches of a step; returns residuals, pages and router statistics."""
     assert replayed is None or len(batches) == 1, "replayed experts are not split"
-    contexts = tuple(_context(cfg, part, pages, backend, routed, n) for n, part in enumerate(batches))
-    if replayed is not None:
-        contexts = (dataclasses.replace(contexts[0], replayed=replayed),)
-    if batches[0].returns_routed_experts:
-        contexts = tuple(dataclasses.replace(context, returns_routed_experts=True) for context in contexts)
+    found = (_context(cfg, part, pages, backend, routed, n) for n, part in enumerate(batches))
+    how: dict[str, Any] = {"replayed": replayed, "returns_routed_experts": batches[0].returns_routed_experts}
+    contexts = tuple(dataclasses.replace(context, **how) for context in found)
     x = tuple(start(cfg, embed(params, part.tokens.reshape(-1))) for part in batches)
     state = initial_state(cfg, pages, tuple(part.tokens.size for part in batches))
     if cfg.compressed is not None and len(batches) > 1 and isinstance(batches[0], PrefillBatch):

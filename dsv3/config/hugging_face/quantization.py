@@ -57,7 +57,11 @@ def quantization_to_hf(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _compressed_tensors(quantization: Fields) -> dict[str, Any]:
-    """Reads blocks of FP8 as Mistral Large 3 has them, or packed INT4 as Kimi-K2-Thinking has it."""
+    """Reads blocks of FP8 as Mistral Large 3 has them, or packed INT4 as Kimi-K2-Thinking has it.
+
+    The names and patterns of `ignore` are not matched, because a pattern may take forever: the loader sees which
+    tensors are quantized, and refuses all that are not served so.
+    """
     form = quantization.one_of("format", ("float-quantized", "pack-quantized"))
     quantization.one_of("kv_cache_scheme", (None,), None)
     groups = quantization.object("config_groups")
@@ -70,42 +74,11 @@ def _compressed_tensors(quantization: Fields) -> dict[str, Any]:
     weights = group.object("weights")
     if weights is None:
         raise group.fail("weights", "an object")
-    if form == "pack-quantized":
-        _packed_int4(quantization, group, weights)
-        return {"int4_experts": True}
-    _float_blocks(group, weights)
-    return {"fp8": Fp8Config()}
-
-
-def _float_blocks(group: Fields, weights: Fields) -> None:
-    activations = group.object("input_activations")
-    weights.one_of("num_bits", (8,))
-    weights.one_of("type", ("float",))
-    weights.one_of("strategy", ("block",))
-    weights.one_of("block_structure", ([128, 128],))
-    if activations is not None:
-        activations.one_of("num_bits", (8,), 8)
-        activations.one_of("type", ("float",), "float")
-        activations.one_of("dynamic", (True,))
-
-
-def _packed_int4(quantization: Fields, group: Fields, weights: Fields) -> None:
-    """Checks that four bits, a scale per 32 columns and plain activations are all that the file says.
-
-    The names and patterns of `ignore` are not matched, because a pattern may take forever: the loader sees which
-    tensors are packed, and refuses all but routed experts.
-    """
-    weights.one_of("num_bits", (4,))
-    weights.one_of("type", ("int",))
-    weights.one_of("symmetric", (True,))
-    weights.one_of("strategy", ("group",))
-    weights.one_of("group_size", (32,))
+    (_packed_int4 if form == "pack-quantized" else _float_blocks)(group, weights)
     weights.one_of("dynamic", (False,), False)
     weights.one_of("actorder", (None,), None)
-    weights.one_of("block_structure", (None,), None)
     weights.finish(_MEANINGLESS)
-    group.one_of("input_activations", (None,), None)
-    group.one_of("format", ("pack-quantized",), "pack-quantized")
+    group.one_of("format", (form,), form)
     group.finish()
     ignored = quantization.get("ignore", [])
     if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
@@ -114,6 +87,33 @@ def _packed_int4(quantization: Fields, group: Fields, weights: Fields) -> None:
     for name in ("sparsity_config", "transform_config"):
         quantization.one_of(name, ({},), {})
     quantization.finish(_OF_THE_WRITER)
+    return {"int4_experts": True} if form == "pack-quantized" else {"fp8": Fp8Config()}
+
+
+def _float_blocks(group: Fields, weights: Fields) -> None:
+    """Checks that weights have a scale per block, and that activations, if at all, are quantized as they come."""
+    activations = group.object("input_activations")
+    weights.one_of("num_bits", (8,))
+    weights.one_of("type", ("float",))
+    weights.one_of("symmetric", (True,), True)
+    weights.one_of("strategy", ("block",))
+    weights.one_of("group_size", (None,), None)
+    weights.one_of("block_structure", ([128, 128],))
+    if activations is not None:
+        activations.one_of("num_bits", (8,), 8)
+        activations.one_of("type", ("float",), "float")
+        activations.one_of("dynamic", (True,))
+
+
+def _packed_int4(group: Fields, weights: Fields) -> None:
+    """Checks that weights have four bits and a scale per 32 columns, and that activations are plain."""
+    weights.one_of("num_bits", (4,))
+    weights.one_of("type", ("int",))
+    weights.one_of("symmetric", (True,))
+    weights.one_of("strategy", ("group",))
+    weights.one_of("group_size", (32,))
+    weights.one_of("block_structure", (None,), None)
+    group.one_of("input_activations", (None,), None)
 
 
 def _int4_to_hf() -> dict[str, Any]:

@@ -30,6 +30,14 @@ _FIXED: dict[str, Any] = {
 }
 
 
+_INTEGERS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim"),
+    *("qk_rope_head_dim", "v_head_dim", "intermediate_size", "moe_intermediate_size", "n_routed_experts"),
+    *("num_experts_per_tok", "max_position_embeddings"),
+)
+"""Fields of `ModelConfig` that a file must have under the same names."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """How the config.json of one `model_type` is read.
@@ -63,19 +71,8 @@ def read(fields: Fields, family: Family) -> ModelConfig:
         fields.one_of(name, (value,), value)
     rotary, interleaved = family.rotary(fields), family.indexer_interleaved
     cfg = ModelConfig(
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=fields.integer("hidden_size"),
-        num_hidden_layers=fields.integer("num_hidden_layers"),
-        num_attention_heads=fields.integer("num_attention_heads"),
-        kv_lora_rank=fields.integer("kv_lora_rank"),
+        **{name: fields.integer(name) for name in _INTEGERS},
         q_lora_rank=fields.explicit_null_or_integer("q_lora_rank"),
-        qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
-        qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
-        v_head_dim=fields.integer("v_head_dim"),
-        intermediate_size=fields.integer("intermediate_size"),
-        moe_intermediate_size=fields.integer("moe_intermediate_size"),
-        n_routed_experts=fields.integer("n_routed_experts"),
-        num_experts_per_tok=fields.integer("num_experts_per_tok"),
         n_shared_experts=fields.integer("n_shared_experts", 0, least=0),
         n_group=fields.integer("n_group", 1),
         topk_group=fields.integer("topk_group", 1),
@@ -83,7 +80,6 @@ def read(fields: Fields, family: Family) -> ModelConfig:
         first_k_dense_replace=_dense_layers(fields),
         num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, least=0),
         rms_norm_eps=fields.number("rms_norm_eps"),
-        max_position_embeddings=fields.integer("max_position_embeddings"),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         bos_token_id=fields.token_ids("bos_token_id", single=True)[0] if fields.has("bos_token_id") else None,
         eos_token_ids=fields.token_ids("eos_token_id"),

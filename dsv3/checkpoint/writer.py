@@ -53,7 +53,6 @@ class OutTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -111,11 +110,9 @@ class TreeStacks:
             raise ValueError(f"{len(wrong)} parameter(s) do not fit the configuration: {shown}")
 
     def dtypes(self, path: str) -> tuple[np.dtype, ...]:
-        """Returns the dtypes of a leaf's arrays."""
         return tuple(np.dtype(array.dtype) for array in self._arrays(path))
 
     def rows(self, path: str, part: int, rows: slice) -> np.ndarray:
-        """Returns the indices `rows` of the first axis of one array."""
         array = self._arrays(path)[part]
         whole = (rows.start, rows.stop) == (0, array.shape[0])
         return np.asarray(array if whole else array[rows])
@@ -346,13 +343,11 @@ class PlannedStacks:
         self._converted = functools.lru_cache(maxsize=1)(self._convert)  # data and scales are asked for in turns
 
     def dtypes(self, path: str) -> tuple[np.dtype, ...]:
-        """Returns the dtypes of a leaf's arrays."""
         if self._is_fp4(path):
             return (E4M3, F32) if self._experts == E4M3 else (self._experts,)
         return tuple(array.dtype for array in self._plan.leaves[path])
 
     def rows(self, path: str, part: int, rows: slice) -> np.ndarray:
-        """Returns the indices `rows` of the first axis of one array."""
         if self._is_fp4(path):
             return self._converted(path, rows.start, rows.stop)[part]
         return self._read(path, part, rows)

@@ -340,7 +340,6 @@ class RunOptions:
 
     @functools.cached_property
     def speculative(self) -> SpeculativeConfig | None:
-        """Speculative decoding, if any."""
         return None if self.speculative_config is None else SpeculativeConfig.from_json(self.speculative_config)
 
     @functools.cached_property
@@ -355,12 +354,10 @@ class RunOptions:
 
     @functools.cached_property
     def kv_events(self) -> KvEventsConfig | None:
-        """KV events, if any."""
         return None if self.kv_events_config is None else KvEventsConfig.from_json(self.kv_events_config)
 
     @functools.cached_property
     def step_metrics(self) -> StepMetricsConfig | None:
-        """Step metrics, if any."""
         return None if self.step_metrics_config is None else StepMetricsConfig.from_json(self.step_metrics_config)
 
 
@@ -538,7 +535,6 @@ class ClusterOptions:
 
     @property
     def num_nodes(self) -> int:
-        """Hosts of the instance."""
         return self.num_processes // self.processes_per_node
 
     @property

@@ -33,7 +33,6 @@ class KvEventsConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether events are published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
     def address(self, num_ranks: int) -> dict[str, Any]:

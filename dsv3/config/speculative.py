@@ -47,7 +47,6 @@ class SpeculativeConfig:
 
     @property
     def most_drafts(self) -> int:
-        """The most drafts per request of a step."""
         return max(drafts for _, _, drafts in self.drafts_by_size)
 
     @property

@@ -61,7 +61,6 @@ class Stack:
 
     @property
     def depth(self) -> int:
-        """`L`."""
         return self.layers.input_norm.shape[0]
 
     @property
@@ -71,7 +70,6 @@ class Stack:
         return self.layers.moe
 
     def experts(self, place: LayerPlace, numerics: Numerics) -> ExpertLayer:
-        """Returns the experts of one layer."""
         return ExpertLayer(self.moe, place.layer, numerics, self.placement)
 
     def place(self, layer: Index) -> LayerPlace:

@@ -109,7 +109,6 @@ class Matcher:
         self.seen = 0
 
     def copy(self) -> "Matcher":
-        """Returns an independent copy in the same state."""
         copy = Matcher(self.inner.deep_copy())
         copy.seen = self.seen
         return copy

@@ -70,7 +70,6 @@ class BootstrapRooms:
                 self._stages.popitem(last=False)
 
     def stages(self, bootstrap_rooms: Sequence[int]) -> list[Stage]:
-        """Returns the stage of each of `bootstrap_rooms`."""
         with self._lock:
             return [self._stages.get(bootstrap_room, "unknown") for bootstrap_room in bootstrap_rooms]
 
@@ -105,7 +104,6 @@ class PageServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """The host and port where it listens."""
         host, port, *_ = self._listener.getsockname()
         return host, port
 

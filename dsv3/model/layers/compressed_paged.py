@@ -173,7 +173,6 @@ class _Layer:
     backend: Backend | None
 
     def group_rows(self, pool: Pool, name: str) -> CacheRows:
-        """Returns the layer's rows of a cache group."""
         layer = self.place.cache_layer if name == WINDOW_LATENTS else self.place.of_ratio
         return CacheRows.of(self.cfg, name, pool, self.rows, layer)
 

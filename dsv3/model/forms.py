@@ -27,11 +27,10 @@ from dsv3.config import device_rates
 from dsv3.config.device_rates import MASKING, PREFILL_OVERHEAD, Peaks
 from dsv3.config.model import ModelConfig, absorbed_operations, materialization_operations, materialized_operations
 from dsv3.kv_cache.layout import row_bytes
-from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch, StepRows
-from dsv3.model.layers.attention import Attend, Core, attend_after_write, decode_core, prefill_core
+from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch
+from dsv3.model.layers.attention import Attend, Core, LatentStep, attend_after_write, decode_core, prefill_core
 from dsv3.model.layers.materialized import BYTES_AT_ONCE, heads_at_once, masked_form, materialized_core
 from dsv3.model.layers.sparse import TopkForm, copying_form, sparse_attend
-from pallas_kernels.backend import Backend
 
 _KEY_BLOCK = 128  # the kernels read keys in such blocks
 
@@ -58,8 +57,8 @@ class FormRow:
 
     use_topk: bool = False
     decodes: bool = False
-    core: Callable[[ModelConfig, PrefillBatch, StepRows, int, Backend | None], Core] = prefill_core
-    topk_form: Callable[[ModelConfig, PrefillBatch, StepRows, int, Backend | None], TopkForm] | None = None
+    core: Callable[[LatentStep, PrefillBatch], Core] = prefill_core
+    topk_form: Callable[[LatentStep, PrefillBatch], TopkForm] | None = None
     capacity: Callable[[ModelConfig, Peaks, str, int, int], int] | None = None
     is_faster: Callable[[ModelConfig, Peaks, int, int, int, int, int, int], bool] | None = None
 
@@ -100,40 +99,32 @@ def suits(form: AttentionForm, model: ModelConfig, longest: int, has_context: bo
     return FORMS[form].use_topk == needs_topk(model, longest)
 
 
-def paged_attend(
-    cfg: ModelConfig,
-    batch: PrefillBatch | DecodeBatch,
-    rows: StepRows,
-    pages_per_layer: int,
-    backend: Backend | None,
-    heads: int,
-    number: int,
-) -> Attend:
+def paged_attend(step: LatentStep, batch: PrefillBatch | DecodeBatch, heads: int, number: int) -> Attend:
     """Attends in a step, to the new tokens and those in pages. The state is that of `sparse.initial_state`.
 
-    `rows` are those of the batch, `heads` the number of heads on this device, `number` that of the micro-batch.
+    `heads` is the number of heads on this device, `number` that of the micro-batch.
 
     Raises ValueError if a batch in a materialized form has no `kv_capacity`, or one in another form has one.
     """
-    form = _effective_form(cfg, batch)
-    row, where, topk_form = FORMS[form], (pages_per_layer, backend), None
+    form = _effective_form(step.cfg, batch)
+    row, topk_form = FORMS[form], None
     if isinstance(batch, DecodeBatch):
-        core = decode_core(cfg, batch, rows, *where, heads)
+        core = decode_core(step, batch, heads)
     elif (FORMS[batch.form].capacity is None) == (batch.kv_capacity > 0):
         raise ValueError(
             f"kv_capacity is {batch.kv_capacity} in form {batch.form.name}; it must be above 0 in materialized forms, "
             "and 0 in all others"
         )
     else:
-        core = row.core(cfg, batch, rows, *where)
+        core = row.core(step, batch)
         if row.topk_form is not None:
-            topk_form = row.topk_form(cfg, batch, rows, *where)
-            most = batch.kv_capacity // cfg.page_size  # no request is longer
-            rows = dataclasses.replace(rows, page_table=rows.page_table[:, :most])
-    if not cfg.index_layers:
-        return attend_after_write(cfg, rows, *where, core)
-    topk_form = topk_form or copying_form(cfg, rows, *where)
-    return sparse_attend(cfg, rows, _use_topk(cfg, form, rows), *where, core, topk_form, number)
+            topk_form = row.topk_form(step, batch)
+            most = batch.kv_capacity // step.cfg.page_size  # no request is longer
+            rows = dataclasses.replace(step.rows, page_table=step.rows.page_table[:, :most])
+            step = dataclasses.replace(step, rows=rows)
+    if not step.cfg.index_layers:
+        return attend_after_write(step, core)
+    return sparse_attend(step, _use_topk(step, form), core, topk_form or copying_form(step), number)
 
 
 def _effective_form(cfg: ModelConfig, batch: PrefillBatch | DecodeBatch) -> AttentionForm:
@@ -143,8 +134,8 @@ def _effective_form(cfg: ModelConfig, batch: PrefillBatch | DecodeBatch) -> Atte
     return AttentionForm.ABSORBED if may_use_topk and not needs_topk(cfg, most) else form
 
 
-def _use_topk(cfg: ModelConfig, form: AttentionForm, rows: StepRows) -> bool | jax.Array:
-    return (rows.visible > cfg.index_topk).any() if form is AttentionForm.ANY else FORMS[form].use_topk
+def _use_topk(step: LatentStep, form: AttentionForm) -> bool | jax.Array:
+    return (step.rows.visible > step.cfg.index_topk).any() if form is AttentionForm.ANY else FORMS[form].use_topk
 
 
 def context_capacity(model: ModelConfig, peaks: Peaks, cache_dtype: str, tokens: int, split: int = 1) -> int:

@@ -12,7 +12,7 @@ from dsv3.model import mtp
 from dsv3.model.batch import DecodeBatch, PrefillBatch, StepRows, split_decode, split_prefill
 from dsv3.model.decoder import LayerContext, MoeLayers, embed, final_norm, run_decoder
 from dsv3.model.forms import paged_attend
-from dsv3.model.layers.attention import Attention, LatentAttention
+from dsv3.model.layers.attention import Attention, LatentAttention, LatentStep
 from dsv3.model.layers.compressed_attention import EntryAttention
 from dsv3.model.layers.compressed_paged import SplitState, paged_attend_compressed
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts, RouterStats
@@ -217,8 +217,8 @@ def _attention(
     if cfg.compressed is not None:
         attend = paged_attend_compressed(cfg, batch, rows, backend)
         return EntryAttention.at(cfg, rows.positions, attend), rows.valid
-    heads = cfg.num_attention_heads // shards
-    attend = paged_attend(cfg, batch, rows, pages_per_layer(cfg, pages), backend, heads, number)
+    step = LatentStep.of(cfg, rows, pages_per_layer(cfg, pages), backend)
+    attend = paged_attend(step, batch, cfg.num_attention_heads // shards, number)
     return LatentAttention(cfg, rotation(cfg, rows.positions), attend), rows.valid
 
 

@@ -70,8 +70,9 @@ def read(fields: Fields, family: Family) -> ModelConfig:
     for name, value in (_FIXED | dict(family.fixed)).items():
         fields.one_of(name, (value,), value)
     rotary, interleaved = family.rotary(fields), family.indexer_interleaved
+    same: dict[str, Any] = {name: fields.integer(name) for name in _INTEGERS}
     cfg = ModelConfig(
-        **{name: fields.integer(name) for name in _INTEGERS},
+        **same,
         q_lora_rank=fields.explicit_null_or_integer("q_lora_rank"),
         n_shared_experts=fields.integer("n_shared_experts", 0, least=0),
         n_group=fields.integer("n_group", 1),

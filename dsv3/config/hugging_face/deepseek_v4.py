@@ -59,9 +59,10 @@ def read(fields: Fields) -> ModelConfig:
     dspark = _dspark(fields, beyond)
     moe_width = fields.integer("moe_intermediate_size")
     fields.one_of("intermediate_size", (moe_width,), moe_width)
+    same: dict[str, Any] = {name: fields.integer(name) for name in _INTEGERS}
+    same |= {name: fields.number(name) for name in _NUMBERS}
     cfg = ModelConfig(
-        **{name: fields.integer(name) for name in _INTEGERS},
-        **{name: fields.number(name) for name in _NUMBERS},
+        **same,
         kv_lora_rank=width - rotated,
         qk_nope_head_dim=width - rotated,
         qk_rope_head_dim=rotated,

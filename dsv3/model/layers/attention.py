@@ -63,21 +63,6 @@ class Attention(Protocol):
         ...
 
 
-def cache_positions(cfg: ModelConfig, rows: StepRows) -> tuple[jax.Array, jax.Array]:
-    """Returns the cache positions of the T tokens of a step, `[T]` int32 each: pages within a layer, and rows of these.
-
-    Rows are those of this device's part of a page. The page is -1 for padding, and for tokens that another device
-    writes.
-    """
-    shards, Mp = ContextShards.of(cfg), rows.page_table.shape[1]
-    offsets = shards.own_offsets(rows.positions % cfg.page_size)
-    column = jnp.clip(rows.positions // cfg.page_size, 0, Mp - 1)
-    page_ids = jnp.where(rows.valid, rows.page_table[rows.requests, column], -1)
-    if shards.size > 1:
-        page_ids = jnp.where((offsets >= 0) & (offsets < shards.tokens), page_ids, -1)
-    return page_ids, offsets
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Projected:
@@ -147,49 +132,73 @@ def project_values(out: jax.Array, params: AttentionParams, layer: Index, backen
     return dense.head_gemm(out, params.v_up, layer, backend=backend)
 
 
-Core = Callable[[Projected, AttentionParams, Index, Index, jax.Array], jax.Array]
-"""Attends after the pages are written: from tokens, parameters, layer, cache layer and pages to `[T, H, V]`."""
+Core = Callable[[Projected, AttentionParams, LayerPlace, jax.Array], jax.Array]
+"""Attends after the pages are written: from tokens, parameters, the layer's place and its pages to `[T, H, V]`."""
 
 
-def write_latents(
-    cfg: ModelConfig,
-    pages: jax.Array,
-    tokens: Projected,
-    positions: tuple[jax.Array, jax.Array],
-    cache_layer: Index,
-    pages_per_layer: int,
-    backend: Backend | None,
-) -> jax.Array:
-    """Returns the page pool with the tokens' latents at their `cache_positions`."""
-    where = _addressing(cfg, cache_layer, pages_per_layer, backend)
-    return mla.write_pages(pages, tokens.latent, *positions, **where)
+@dataclasses.dataclass(frozen=True)
+class LatentStep:
+    """What all layers with latent attention share in a step: its tokens, and the pool of pages that they address.
+
+    `positions` are the tokens' cache positions, `[T]` int32 each: pages within a layer, and rows of this device's part
+    of these. The page is -1 for padding, and for tokens that another device writes.
+    """
+
+    cfg: ModelConfig
+    rows: StepRows
+    pages_per_layer: int
+    backend: Backend | None
+    positions: tuple[jax.Array, jax.Array]
+
+    @classmethod
+    def of(cls, cfg: ModelConfig, rows: StepRows, pages_per_layer: int, backend: Backend | None) -> "LatentStep":
+        """Returns what the layers of a step with these rows share."""
+        shards, Mp = ContextShards.of(cfg), rows.page_table.shape[1]
+        offsets = shards.own_offsets(rows.positions % cfg.page_size)
+        column = jnp.clip(rows.positions // cfg.page_size, 0, Mp - 1)
+        page_ids = jnp.where(rows.valid, rows.page_table[rows.requests, column], -1)
+        if shards.size > 1:
+            page_ids = jnp.where((offsets >= 0) & (offsets < shards.tokens), page_ids, -1)
+        return cls(cfg, rows, pages_per_layer, backend, (page_ids, offsets))
+
+    @property
+    def shards(self) -> ContextShards:
+        """The devices that divide pages."""
+        return ContextShards.of(self.cfg)
+
+    def where(self, place: LayerPlace) -> dict[str, Any]:
+        """Returns how kernels address the pages of a layer."""
+        return {
+            "layer": place.cache_layer,
+            "pages_per_layer": self.pages_per_layer,
+            "value_width": self.cfg.kv_lora_rank,
+            "backend": self.backend,
+        }
+
+    def write(self, tokens: Projected, place: LayerPlace, pages: jax.Array) -> jax.Array:
+        """Returns the page pool with the latents of the step's tokens in it."""
+        return mla.write_pages(pages, tokens.latent, *self.positions, **self.where(place))
 
 
-def attend_after_write(
-    cfg: ModelConfig, rows: StepRows, pages_per_layer: int, backend: Backend | None, core: Core
-) -> Attend:
+def attend_after_write(step: LatentStep, core: Core) -> Attend:
     """Returns attention that first writes the new tokens' latents. The state is the page pool."""
-    positions = cache_positions(cfg, rows)
 
     def attend(tokens, params, place, pages):
-        layer, cache_layer = place.layer, place.cache_layer
-        latents = write_latents(cfg, pages[LATENTS], tokens, positions, cache_layer, pages_per_layer, backend)
-        return core(tokens, params, layer, cache_layer, latents), {**pages, LATENTS: latents}
+        latents = step.write(tokens, place, pages[LATENTS])
+        return core(tokens, params, place, latents), {**pages, LATENTS: latents}
 
     return attend
 
 
-def prefill_core(
-    cfg: ModelConfig, batch: PrefillBatch, rows: StepRows, pages_per_layer: int, backend: Backend | None
-) -> Core:
+def prefill_core(step: LatentStep, batch: PrefillBatch) -> Core:
     """Attends in prefill: to new tokens in materialized form, to cached ones in absorbed form."""
-    shards = ContextShards.of(cfg)
+    cfg, rows, shards, backend = step.cfg, step.rows, step.shards, step.backend
     if invariance.required():
-        return _paged_core(cfg, rows.visible, rows.page_table[rows.requests], 1, pages_per_layer, backend, None)
+        return _paged_core(step, rows.visible, rows.page_table[rows.requests], 1, None)
     context_lengths = shards.own_lengths(batch.context_lengths)
 
-    def attend(tokens, params, layer, cache_layer, pages):
-        where = _addressing(cfg, cache_layer, pages_per_layer, backend)
+    def attend(tokens, params, place, pages):
+        layer = place.layer
         k, shared, v = materialize_kv(tokens.latent, params, layer, Numerics(backend))
         how: dict[str, Any] = {"scale": cfg.softmax_scale, "backend": backend}
         out, lse = mla.mla_prefill(tokens.q, k, v, batch.cu_lengths, shared_key=shared, **how)
@@ -202,7 +211,7 @@ def prefill_core(
                 context_lengths,
                 batch.cu_lengths,
                 scale=cfg.softmax_scale,
-                **where,
+                **step.where(place),
             )
             latent_out, context_lse = shards.merge(*parts)
             return mla.merge_attention(out, lse, project_values(latent_out, params, layer, backend), context_lse)[0]
@@ -216,70 +225,57 @@ def prefill_core(
     return attend
 
 
-def decode_core(
-    cfg: ModelConfig, batch: DecodeBatch, rows: StepRows, pages_per_layer: int, backend: Backend | None, heads: int
-) -> Core:
+def decode_core(step: LatentStep, batch: DecodeBatch, heads: int) -> Core:
     """Attends in decode: S new tokens per request to all cached tokens and to each other, in absorbed form.
 
     `heads` is the number of heads on this device.
     """
     S, lengths, table = batch.tokens.shape[1], batch.lengths, batch.page_table
     if S > 1 and invariance.required():
-        lengths, table = rows.visible, jnp.repeat(table, S, axis=0)
-    elif S > 1 and cfg.context_shards > 1:
-        return _context_core(cfg, batch, pages_per_layer, backend, heads)
-    queries = batch.tokens.size // len(lengths)
-    return _paged_core(cfg, lengths, table, queries, pages_per_layer, backend, heads)
+        lengths, table = step.rows.visible, jnp.repeat(table, S, axis=0)
+    elif S > 1 and step.shards.size > 1:
+        return _context_core(step, batch, heads)
+    return _paged_core(step, lengths, table, batch.tokens.size // len(lengths), heads)
 
 
-def _paged_core(
-    cfg: ModelConfig,
-    lengths: jax.Array,
-    page_table: jax.Array,
-    queries: int,
-    pages_per_layer: int,
-    backend: Backend | None,
-    heads: int | None,
-) -> Core:
+def _paged_core(step: LatentStep, lengths: jax.Array, page_table: jax.Array, queries: int, heads: int | None) -> Core:
     """Attends to the first `lengths` `[B]` tokens of each `page_table` `[B, Mp]`, in absorbed form.
 
     `queries` tokens share a row of both and are causal among themselves, as in `mla_decode`. Where `heads` is given,
     all layers share one schedule.
     """
-    shards = ContextShards.of(cfg)
+    shards, backend = step.shards, step.backend
     lengths = shards.own_lengths(lengths)
     schedule = _schedule(lengths, queries, heads * shards.size, backend) if heads else None
 
-    def attend(tokens, params, layer, cache_layer, pages):
-        where = _addressing(cfg, cache_layer, pages_per_layer, backend)
-        q = shards.join_heads(absorb(tokens, params, layer, backend))
+    def attend(tokens, params, place, pages):
+        q = shards.join_heads(absorb(tokens, params, place.layer, backend))
         rows = q.reshape(-1, queries, *q.shape[1:])
-        out, lse = mla.mla_decode(rows, pages, page_table, lengths, scale=cfg.softmax_scale, schedule=schedule, **where)
+        how: dict[str, Any] = {"scale": step.cfg.softmax_scale, "schedule": schedule, **step.where(place)}
+        out, lse = mla.mla_decode(rows, pages, page_table, lengths, **how)
         out, _ = shards.merge(out.reshape(*q.shape[:2], -1), lse.reshape(q.shape[:2]))
-        return project_values(out, params, layer, backend)
+        return project_values(out, params, place.layer, backend)
 
     return attend
 
 
-def _context_core(
-    cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int
-) -> Core:
+def _context_core(step: LatentStep, batch: DecodeBatch, heads: int) -> Core:
     """Attends in decode where devices divide pages, with S > 1 new tokens per request.
 
     A device holds none, some, or all of the new tokens, which do not all see each other. But every new token sees all
     earlier ones: so a request's new tokens are as many more heads of one query of the cache. They attend to each other
     on their own device, which has computed them all.
     """
-    (B, S), shards = batch.tokens.shape, ContextShards.of(cfg)
+    (B, S), cfg, shards, backend = batch.tokens.shape, step.cfg, step.shards, step.backend
     lengths = shards.own_lengths(jnp.maximum(batch.lengths - S, 0))
     schedule = _schedule(lengths, 1, S * heads * shards.size, backend)
     seen = jnp.tril(jnp.ones((S, S), jnp.bool))[:, None]
 
-    def attend(tokens, params, layer, cache_layer, pages):
-        q, R = absorb(tokens, params, layer, backend), cfg.kv_lora_rank
-        every, where = shards.join_heads(q), _addressing(cfg, cache_layer, pages_per_layer, backend)
+    def attend(tokens, params, place, pages):
+        q, R = absorb(tokens, params, place.layer, backend), cfg.kv_lora_rank
+        every = shards.join_heads(q)
         rows = every.reshape(B, 1, -1, every.shape[-1])
-        how: dict[str, Any] = {"scale": cfg.softmax_scale, "schedule": schedule, **where}
+        how: dict[str, Any] = {"scale": cfg.softmax_scale, "schedule": schedule, **step.where(place)}
         out, lse = mla.mla_decode(rows, pages, batch.page_table, lengths, **how)
         context = shards.merge(out.reshape(*every.shape[:2], R), lse.reshape(every.shape[:2]))
         latent = tokens.latent.reshape(B, S, -1)
@@ -290,7 +286,7 @@ def _context_core(
         own = jnp.einsum("bsht,btr->bshr", jax.nn.softmax(scores).astype(q.dtype), latent[..., :R])
         own_lse = jax.nn.logsumexp(scores, axis=-1).reshape(q.shape[:2])
         out, _ = mla.merge_attention(own.reshape(*q.shape[:2], R), own_lse, *context)
-        return project_values(out, params, layer, backend)
+        return project_values(out, params, place.layer, backend)
 
     return attend
 
@@ -300,12 +296,3 @@ def _schedule(lengths: jax.Array, queries: int, heads: int, backend: Backend | N
     if resolve_backend(requested=with_fallback("mla_decode", backend)) is not Backend.MOSAIC:
         return None
     return mla.decode_schedule(lengths, queries=queries, heads=heads)
-
-
-def _addressing(cfg: ModelConfig, cache_layer: Index, pages_per_layer: int, backend: Backend | None) -> dict[str, Any]:
-    return {
-        "layer": cache_layer,
-        "pages_per_layer": pages_per_layer,
-        "value_width": cfg.kv_lora_rank,
-        "backend": backend,
-    }

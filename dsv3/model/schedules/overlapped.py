@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.device_rates import LAUNCH_S
-from dsv3.model.decoder import LayerContext, Stack, ends, experts_block, scan_layers
+from dsv3.model.decoder import LayerContext, Stack, ends, scan_layers
 from dsv3.model.layers.experts import RouterStats
 from dsv3.model.layers.hyper_connections import Block, Residual
 from dsv3.model.schedules.stages import MicroBatch, Routed
@@ -104,7 +104,7 @@ def run_prefill(
         handle = zero.start_combine(computed0, routed0)
         return zero.finish_combine(end, x0, routed0, handle, zero.shared(end, routed0.normed))
 
-    idle = experts_block(stack, first, zero.context, x[0]).idle()
+    idle = zero.layer(first).at_experts(x[0]).idle()
     carry: Any = idle, x[1], pages, *_nothing(zero, idle)
     carry, (stats0, stats1) = scan_layers(stack, zero.context.cfg, body, carry, ordered, PREVIOUS)
     x0, x1, pages, routed0, computed0 = carry

@@ -15,8 +15,7 @@ from typing import Concatenate, NamedTuple
 
 import jax
 
-from dsv3.model import decoder
-from dsv3.model.decoder import LayerContext, Stack
+from dsv3.model.decoder import DecoderLayer, LayerContext, Stack
 from dsv3.model.layers import experts
 from dsv3.model.layers.attention import LayerPlace
 from dsv3.model.layers.expert_parallel import ExpertParallel, count
@@ -66,13 +65,13 @@ def unit[**P, R](
 
 
 def layer_unit[**P, R](
-    function: Callable[Concatenate[Stack, LayerPlace, LayerContext, P], R],
+    function: Callable[Concatenate[DecoderLayer, P], R],
 ) -> Callable[Concatenate["MicroBatch", LayerPlace, P], R]:
-    """Returns a stage that runs a function of a decoder layer as one `unit`."""
+    """Returns a stage that calls a method of the decoder layer as one `unit`."""
 
     @functools.wraps(function)
     def stage(batch: "MicroBatch", place: LayerPlace, *arrays: P.args, **named: P.kwargs) -> R:
-        return function(batch.stack, place, batch.context, *arrays, **named)
+        return function(batch.layer(place), *arrays, **named)
 
     return unit(stage)
 
@@ -101,12 +100,15 @@ class MicroBatch:
     def experts(self, place: LayerPlace) -> ExpertLayer:
         return self.stack.experts(place, self.context.numerics)
 
-    choose = layer_unit(decoder.choose_experts)
-    attention = layer_unit(decoder.attention_block)
-    project = layer_unit(decoder.project)
-    core = layer_unit(decoder.core)
-    shared = layer_unit(decoder.shared_expert)
-    add = layer_unit(decoder.add_experts)
+    def layer(self, place: LayerPlace) -> DecoderLayer:
+        return DecoderLayer(self.stack, place, self.context)
+
+    choose = layer_unit(DecoderLayer.choose_experts)
+    attention = layer_unit(DecoderLayer.attention)
+    project = layer_unit(DecoderLayer.project)
+    core = layer_unit(DecoderLayer.core)
+    shared = layer_unit(DecoderLayer.shared_expert)
+    add = layer_unit(DecoderLayer.add_experts)
 
     @unit
     def route(self, place: LayerPlace, x: Block) -> Routed:
@@ -192,7 +194,7 @@ class MicroBatch:
         y = self.parallel.shards.join(y, ids.shape[0])
         router_stats = RouterStats(count(ids, self.stack.moe.router.shape[1]), total(overflows))
         router_stats = self.context.with_ids(router_stats, ids)
-        return decoder.add_experts(self.stack, place, self.context, x, y, shared), router_stats
+        return self.layer(place).add_experts(x, y, shared), router_stats
 
     @named
     def start_return(self, computed: PeerSums, queued: Queued) -> CombineHandle:
@@ -211,5 +213,5 @@ class MicroBatch:
     @unit
     def output(self, place: LayerPlace, x: Block, heads: jax.Array) -> tuple[Block, Routed]:
         """Runs the part of attention after its core, and the router."""
-        x = decoder.output(self.stack, place, self.context, x, heads)
+        x = self.layer(place).output(x, heads)
         return x, self.route(place, x)

@@ -144,7 +144,8 @@ def _check_names(
     required |= {d.name: None for d in layout.duplicates(cfg) if d.required}
     missing = [name for name in required if name not in tensors]
     findings["missing tensors"] = missing
-    absent = [i for i in range(cfg.num_hidden_layers, cfg.num_cache_layers) if _no_layer(cfg, tensors, i)]
+    drafting = range(cfg.num_hidden_layers, cfg.num_cache_layers)
+    absent = [i for i in drafting if not any(name.startswith(layer_prefix(cfg, i)) for name in tensors)]
     if absent:
         findings["missing tensors"] = [n for n in missing if layer_of(cfg, n) not in absent]
         findings["MTP modules that the checkpoint lacks altogether; set num_nextn_predict_layers to what it has"] = [
@@ -158,10 +159,6 @@ def _check_names(
         for name, tensor in tensors.items()
         if name not in known and layer_of(cfg, name) not in skipped and not HARMLESS.fullmatch(name)
     ]
-
-
-def _no_layer(cfg: ModelConfig, tensors: Mapping[str, Tensor], layer: int) -> bool:
-    return not any(name.startswith(layer_prefix(cfg, layer)) for name in tensors)
 
 
 def _check_tensor(

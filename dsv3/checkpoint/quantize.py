@@ -160,20 +160,17 @@ def convert_int4_shapes(weight: Any, mode: Int4Mode, dtype: np.dtype) -> Any:
 @functools.cache
 def _conversion(mode: Int4Mode, dtype: np.dtype) -> Callable[[Int4Weight], Any]:
     """Returns the conversion of a stack, one layer at a time; always the same function, which jax compiles once."""
-    convert = _to_fp8 if mode == "fp8" else functools.partial(_to_plain, dtype=dtype)
+
+    def convert(weight: Int4Weight) -> Any:
+        if mode != "fp8":
+            return dequantize_four_bit(weight.data, weight.scale, dtype)
+        return Fp8Weight(*quantize_128x128(dequantize_four_bit(weight.data, weight.scale, jnp.float32)))
+
     return lambda stack: lax.map(convert, stack)
 
 
 def _transposed(scale: jax.Array) -> jax.Array:
     return jnp.swapaxes(scale, -1, -2)
-
-
-def _to_fp8(weight: Int4Weight) -> Fp8Weight:
-    return Fp8Weight(*quantize_128x128(dequantize_four_bit(weight.data, weight.scale, jnp.float32)))
-
-
-def _to_plain(weight: Int4Weight, dtype: np.dtype) -> jax.Array:
-    return dequantize_four_bit(weight.data, weight.scale, dtype)
 
 
 def plain_products(plan: LoadPlan, cfg: ModelConfig) -> Iterator[str]:

@@ -147,7 +147,8 @@ def write_hf(
     tensors = list(out_tensors(cfg, stacks, scale_dtype))
     settings = json.dumps(_settings(cfg, tensors), indent=2, sort_keys=True)
     shards = _shards(tensors, shard_bytes)
-    names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     total = sum(t.nbytes for t in tensors)
     with atomic_directory(directory) as partial, reporter(total, "saving", shown=progress) as advance:
         (partial / "config.json").write_text(settings + "\n")
@@ -158,7 +159,7 @@ def write_hf(
         for name, shard in zip(names, shards, strict=True):
             with (partial / name).open("wb") as file:
                 _write_shard(file, shard, stacks, advance)
-        if len(shards) > 1:
+        if count > 1:
             weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -220,10 +221,6 @@ def _shards(tensors: Sequence[OutTensor], limit: int) -> list[list[OutTensor]]:
         shards[-1].append(tensor)
         size += tensor.nbytes
     return shards
-
-
-def _shard_name(index: int, count: int) -> str:
-    return f"model-{index + 1:05}-of-{count:05}.safetensors"
 
 
 def _write_shard(file: BinaryIO, tensors: Sequence[OutTensor], stacks: Stacks, advance: Advance) -> None:

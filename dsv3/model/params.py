@@ -264,13 +264,18 @@ def declare(cfg: ModelConfig) -> Params:
     """Returns the parameter tree of `cfg` with a `ParamSpec` at every leaf."""
     D, W = cfg.hidden_size, cfg.vocab_size
     groups = {group.name: _layers(cfg, group.first, group.depth, moe=group.name == "moe") for group in cfg.layer_groups}
+    drafting: MtpParams | DSparkParams | None = None
+    if cfg.dspark is not None:
+        drafting = _dspark(cfg, cfg.dspark)
+    elif cfg.num_nextn_predict_layers:
+        drafting = _mtp(cfg, cfg.num_nextn_predict_layers)
     return Params(
         embed=ParamSpec((W, D), (None, "channels")),
         dense=groups.get("dense"),
         moe=groups.get("moe"),
         norm=ParamSpec((D,), (None,), "ones"),
         head=None if cfg.tie_word_embeddings else ParamSpec((W, D), ("vocab", None)),
-        mtp=_drafters(cfg),
+        mtp=drafting,
         head_mixing=_mixing(cfg, at_head=True),
     )
 
@@ -387,13 +392,6 @@ def _moe(cfg: ModelConfig, first: int, L: int) -> MoeParams:
         shared=_mlp(L, D, cfg.n_shared_experts * I) if cfg.n_shared_experts else None,
         by_token=ParamSpec(table, ("layers", None, None), "range", dtype=jnp.int32) if Lh else None,
     )
-
-
-def _drafters(cfg: ModelConfig) -> MtpParams | DSparkParams | None:
-    """Declares the layers that make drafts."""
-    if cfg.dspark is not None:
-        return _dspark(cfg, cfg.dspark)
-    return _mtp(cfg, cfg.num_nextn_predict_layers) if cfg.num_nextn_predict_layers else None
 
 
 def _dspark(cfg: ModelConfig, dspark: DSparkConfig) -> DSparkParams:

@@ -39,10 +39,13 @@ from dsv3.model.layers.cache_rows import CacheRows
 from dsv3.model.layers.compressed_attention import (
     compressed_of,
     compressor_of,
+    contributions,
     entry_rotation,
+    norm_and_rotate,
     num_complete,
+    pool_window,
+    window_rows,
 )
-from dsv3.model.layers.compressor import contributions, norm_and_rotate, pool_window, window_rows
 from dsv3.model.layers.rope import Rotation
 from dsv3.model.layers.sparse import by_groups, state_pages
 from dsv3.model.params import CompressedAttentionParams, CompressorParams

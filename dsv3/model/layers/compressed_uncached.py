@@ -8,12 +8,15 @@ from dsv3.model.layers.attention import Attend, LayerPlace
 from dsv3.model.layers.compressed_attention import (
     compressed_of,
     compressor_of,
+    contributions,
     entry_rotation,
     in_window,
     index_scores,
+    norm_and_rotate,
     num_complete,
+    pool_window,
+    window_rows,
 )
-from dsv3.model.layers.compressor import contributions, norm_and_rotate, pool_window, window_rows
 from dsv3.model.layers.indexer import IndexTokens
 from dsv3.model.layers.linear import layer_slice
 from dsv3.model.params import CompressedAttentionParams, CompressorParams

@@ -69,9 +69,6 @@ class Stack:
         assert self.layers.moe is not None
         return self.layers.moe
 
-    def experts(self, place: LayerPlace, numerics: Numerics) -> ExpertLayer:
-        return ExpertLayer(self.moe, place.layer, numerics, self.placement)
-
     def place(self, layer: Index) -> LayerPlace:
         """Returns the place of a layer without compressed entries, whose router chooses its experts."""
         return LayerPlace(layer, self.first_cache_layer + layer)
@@ -248,9 +245,14 @@ class DecoderLayer:
                 return block.write(context.routed.shards.sum(partial)), state, None
         normed, routing = self.choose_experts(block)
         with jax.named_scope("moe"):
-            y, router_stats = context.routed(normed, routing, stack.experts(self.place, context.numerics))
+            y, router_stats = context.routed(normed, routing, self.experts)
             shared = self.shared_expert(normed)
             return self.add_experts(block, y, shared), state, context.with_ids(router_stats, routing.ids)
+
+    @property
+    def experts(self) -> ExpertLayer:
+        """The routed experts; only in a stack of MoE layers."""
+        return ExpertLayer(self.stack.moe, self.place.layer, self.context.numerics, self.stack.placement)
 
     def attention(self, x: Residual, state: Any) -> tuple[Block, Any]:
         """Runs attention; returns the residual after it, at the next block's place, and the attention state."""

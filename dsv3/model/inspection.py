@@ -207,7 +207,7 @@ def _moe_layer(layer: DecoderLayer, x: Residual) -> tuple[Residual, dict[str, ja
     stack, place, numerics = layer.stack, layer.place, layer.context.numerics
     block, values = layer.attention(x, {})
     normed, routing = layer.choose_experts(block)
-    y, _ = layer.context.routed(normed, routing, stack.experts(place, numerics))
+    y, _ = layer.context.routed(normed, routing, layer.experts)
     shown = {
         "router_logits": router_logits(plain_rows(normed), stack.moe.router, place.layer, numerics.backend),
         "expert_ids": routing.ids,

@@ -19,7 +19,7 @@ from dsv3.model.decoder import DecoderLayer, LayerContext, Stack
 from dsv3.model.layers import experts
 from dsv3.model.layers.attention import LayerPlace
 from dsv3.model.layers.expert_parallel import ExpertParallel, count
-from dsv3.model.layers.experts import ExpertActivations, ExpertLayer, RouterStats
+from dsv3.model.layers.experts import ExpertActivations, RouterStats
 from dsv3.model.layers.hyper_connections import Block, Residual
 from dsv3.model.layers.linear import Rows
 from dsv3.model.layers.router import Routing
@@ -97,9 +97,6 @@ class MicroBatch:
     def hops(self) -> tuple[Hop, ...]:
         return tuple(hop.of_micro_batch(self.number) for hop in self.parallel.transport.hops)
 
-    def experts(self, place: LayerPlace) -> ExpertLayer:
-        return self.stack.experts(place, self.context.numerics)
-
     def layer(self, place: LayerPlace) -> DecoderLayer:
         return DecoderLayer(self.stack, place, self.context)
 
@@ -114,7 +111,7 @@ class MicroBatch:
     def route(self, place: LayerPlace, x: Block) -> Routed:
         """Runs norm and router, and queues the rows to send."""
         normed, routing = self.choose(place, x)
-        rows = self.parallel.address(normed, routing, self.experts(place))
+        rows = self.parallel.address(normed, routing, self.layer(place).experts)
         return Routed(normed, routing.ids, self.hops[0].enqueue(rows, self.context.numerics.backend))
 
     @named
@@ -141,7 +138,7 @@ class MicroBatch:
 
     @unit
     def _gate_up(self, place: LayerPlace, rows: TokenRows) -> ExpertActivations:
-        here = self.parallel.bounded(self.experts(place))
+        here = self.parallel.bounded(self.layer(place).experts)
         return experts.gate_up(rows.payload, Routing(rows.ids, rows.weights), here)
 
     @named
@@ -154,7 +151,7 @@ class MicroBatch:
 
     @unit
     def _down(self, place: LayerPlace, activations: ExpertActivations) -> jax.Array:
-        return experts.down(activations, self.experts(place))
+        return experts.down(activations, self.layer(place).experts)
 
     @named
     def start_reduce(self, computed: PeerSums, queued: Queued) -> CombineHandle | PeerSums:

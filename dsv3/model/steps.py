@@ -197,29 +197,22 @@ def _context(
 
     Rows whose token is below 0 are drafts that were not made: no later row reads them, and no expert computes them.
     """
-    attention, valid = _attention(cfg, batch, pages, backend, routed.shards.size, number)
-    tokens = batch.tokens.reshape(-1)
+    rows, tokens, shards = StepRows.of(batch), batch.tokens.reshape(-1), routed.shards.size
+    attention: Attention
+    if cfg.compressed is not None:
+        attention = EntryAttention.at(cfg, rows.positions, paged_attend_compressed(cfg, batch, rows, backend))
+    else:
+        step = LatentStep.of(cfg, rows, pages_per_layer(cfg, pages), backend)
+        attend = paged_attend(step, batch, cfg.num_attention_heads // shards, number)
+        attention = LatentAttention(cfg, rotation(cfg, rows.positions), attend)
     return LayerContext(
         cfg=cfg,
         attention=attention,
-        valid=valid & (tokens >= 0),
-        numerics=Numerics.from_config(cfg, backend, tokens.size // routed.shards.size),
+        valid=rows.valid & (tokens >= 0),
+        numerics=Numerics.from_config(cfg, backend, tokens.size // shards),
         routed=routed,
         tokens=tokens,
     )
-
-
-def _attention(
-    cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, pages: Pool, backend: Backend | None, shards: int, number: int
-) -> tuple[Attention, jax.Array]:
-    """Returns how the rows of a batch attend, and which of them are no padding, bool `[T]`."""
-    rows = StepRows.of(batch)
-    if cfg.compressed is not None:
-        attend = paged_attend_compressed(cfg, batch, rows, backend)
-        return EntryAttention.at(cfg, rows.positions, attend), rows.valid
-    step = LatentStep.of(cfg, rows, pages_per_layer(cfg, pages), backend)
-    attend = paged_attend(step, batch, cfg.num_attention_heads // shards, number)
-    return LatentAttention(cfg, rotation(cfg, rows.positions), attend), rows.valid
 
 
 def _finish(

@@ -10,6 +10,7 @@ whether queries need top-k. In a layer without an indexer, rows see no tokens an
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -142,9 +143,7 @@ def _topk_selector(
         arrays = index.q, index.weights, rows.requests, visible
         return by_groups(group, at_once, arrays, backend, exchanges=shards.size > 1)
 
-    def select_all() -> jax.Array:
-        return select(rows.visible)
-
+    select_all = functools.partial(select, rows.visible)
     if last is None or table.has.all():
         return select_all
     has = lookup(table.has, place.cache_layer)

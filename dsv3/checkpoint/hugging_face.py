@@ -17,7 +17,7 @@ import numpy as np
 from dsv3.checkpoint import layout, quantize
 from dsv3.checkpoint.layout import TensorSlice, scale_shape, scale_slice, stated_shape_name
 from dsv3.checkpoint.load_plan import Fp8Mode, LoadPlan, PlannedArray
-from dsv3.checkpoint.safetensors_file import HARMLESS, NAMES, Tensor, raise_findings
+from dsv3.checkpoint.safetensors_file import HARMLESS, Tensor, check_tensor, raise_findings
 from dsv3.checkpoint.tables import V3_SCALE, layer_of, layer_prefix, modules_beyond, scale_name
 from dsv3.config.hugging_face.names import is_of_other_media, text_name
 from dsv3.config.model import ModelConfig
@@ -144,7 +144,8 @@ def _check_names(
     required |= {d.name: None for d in layout.duplicates(cfg) if d.required}
     missing = [name for name in required if name not in tensors]
     findings["missing tensors"] = missing
-    absent = [i for i in range(cfg.num_hidden_layers, cfg.num_cache_layers) if _no_layer(cfg, tensors, i)]
+    drafting = range(cfg.num_hidden_layers, cfg.num_cache_layers)
+    absent = [i for i in drafting if not any(name.startswith(layer_prefix(cfg, i)) for name in tensors)]
     if absent:
         findings["missing tensors"] = [n for n in missing if layer_of(cfg, n) not in absent]
         findings["MTP modules that the checkpoint lacks altogether; set num_nextn_predict_layers to what it has"] = [
@@ -160,10 +161,6 @@ def _check_names(
     ]
 
 
-def _no_layer(cfg: ModelConfig, tensors: Mapping[str, Tensor], layer: int) -> bool:
-    return not any(name.startswith(layer_prefix(cfg, layer)) for name in tensors)
-
-
 def _check_tensor(
     tensors: Mapping[str, Tensor], tensor_slice: TensorSlice, spec: ParamSpec, cfg: ModelConfig, findings: Findings
 ) -> None:
@@ -171,36 +168,24 @@ def _check_tensor(
     tensor = tensors.get(name)
     if tensor is None:
         return
-    where = f"{name} in {tensor.path.name}"
-    if tensor.shape != shape:
-        findings["wrong shapes"].append(f"{where} is {list(tensor.shape)}, expected {list(shape)}")
     if spec.dtype == np.int32:
-        if tensor.dtype not in INTEGERS:
-            findings["wrong dtypes"].append(f"{where} is {NAMES[tensor.dtype]}, expected {names(INTEGERS)}")
-    elif tensor.dtype == E4M3 and len(shape) == 2:
+        check_tensor(name, tensor, shape, INTEGERS, findings)
+    elif tensor.dtype != E4M3 or len(shape) != 2:
+        check_tensor(name, tensor, shape, PLAIN, findings, " or FP8 matrices")
+    else:
+        check_tensor(name, tensor, shape, (E4M3,), findings)
         if cfg.fp8 is None:
+            where = f"{name} in {tensor.path.name}"
             findings["FP8 tensors although the configuration has no quantization_config"].append(where)
         _check_scale(tensors, name, shape, findings)
-    elif tensor.dtype not in PLAIN:
-        findings["wrong dtypes"].append(f"{where} is {NAMES[tensor.dtype]}, expected {names(PLAIN)} or FP8 matrices")
 
 
 def _check_scale(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], findings: Findings) -> None:
     scale = tensors.get(scale_name(name))
     if scale is None:
         findings["missing tensors"].append(scale_name(name))
-        return
-    where = f"{scale.name} in {scale.path.name}"
-    if scale.shape != scale_shape(shape):
-        findings["wrong shapes"].append(f"{where} is {list(scale.shape)}, expected {list(scale_shape(shape))}")
-    allowed = SCALES | PLAIN if scale.repeated else SCALES
-    if scale.dtype not in allowed:
-        findings["wrong dtypes"].append(f"{where} is {NAMES[scale.dtype]}, expected {names(allowed)}")
-
-
-def names(dtypes: set[np.dtype]) -> str:
-    """Returns the safetensors names of dtypes, joined for a message."""
-    return "/".join(sorted(NAMES[dtype] for dtype in dtypes))
+    else:
+        check_tensor(scale.name, scale, scale_shape(shape), SCALES | PLAIN if scale.repeated else SCALES, findings)
 
 
 def _leaf(

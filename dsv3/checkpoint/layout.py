@@ -161,12 +161,10 @@ def _tensor_slice(
 
 
 def full_box(shape: tuple[int, ...]) -> Box:
-    """Returns the box that covers all of `shape`."""
     return tuple(slice(0, n) for n in shape)
 
 
 def extents(box: Box) -> tuple[int, ...]:
-    """Returns the shape of a box."""
     return tuple(s.stop - s.start for s in box)
 
 

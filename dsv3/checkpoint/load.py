@@ -98,34 +98,22 @@ def read_leaves(
         reader.open(tensor.path for pair in plan.equal for tensor in pair)
         check_duplicates(reader, plan, advance)
         reader.open(path for array, box in needed for path in array.files(box))
-        copies = _DeviceCopies()
+        copies: deque[list[jax.Array]] = deque()
         read = _arrays(reader, [pair for leaf in leaves for pair in leaf], advance, copies)
         for path, leaf in zip(plan.leaves, leaves, strict=True):
             before(path)
             value = _leaf([array for array, _ in leaf], list(itertools.islice(read, len(leaf))))
             if path in convert:
-                copies.wait()  # pending copies hold the memory of the leaf
+                _wait_for_copies(copies)  # pending ones hold the memory of the leaf
                 value = convert[path](value)
             yield path, value
-        copies.wait()
+        _wait_for_copies(copies)
 
 
-class _DeviceCopies:
-    """Copies to devices in flight, while files are read."""
-
-    def __init__(self) -> None:
-        self._in_flight: deque[list[jax.Array]] = deque()
-
-    def add(self, arrays: list[jax.Array]) -> None:
-        """Adds the copies of one round of shards; waits until fewer than `_COPIES` rounds are in flight."""
-        self._in_flight.append(arrays)
-        while len(self._in_flight) >= _COPIES:
-            jax.block_until_ready(self._in_flight.popleft())
-
-    def wait(self) -> None:
-        """Waits for all copies."""
-        while self._in_flight:
-            jax.block_until_ready(self._in_flight.popleft())
+def _wait_for_copies(copies: deque[list[jax.Array]], most: int = 0) -> None:
+    """Waits until at most so many rounds of copies to devices are in flight."""
+    while len(copies) > most:
+        jax.block_until_ready(copies.popleft())
 
 
 def check_duplicates(reader: CheckpointReader, plan: LoadPlan, advance: Advance) -> None:
@@ -171,16 +159,6 @@ def _rate(nbytes: int, seconds: float) -> str:
     return decimal(int(nbytes / max(seconds, 1e-9)))
 
 
-def leaf_shapes(plan: LoadPlan, shardings: Mapping[str, Any]) -> list[Any]:
-    """Returns the shapes, dtypes and shardings of the result of `read_leaves`; reads nothing."""
-
-    def shape(array: PlannedArray, sharding: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding_of(array, sharding))
-
-    leaves = plan.leaves.items()
-    return [_leaf(arrays, [shape(array, shardings.get(path)) for array in arrays]) for path, arrays in leaves]
-
-
 def _leaf(arrays: Sequence[PlannedArray], values: Sequence[Any]) -> Any:
     """Returns a parameter from the values of its arrays: data alone, or with scales."""
     if len(values) == 1:
@@ -195,7 +173,7 @@ def _arrays(
     reader: CheckpointReader,
     arrays: Sequence[tuple[PlannedArray, Sharding | None]],
     advance: Advance,
-    copies: _DeviceCopies,
+    copies: deque[list[jax.Array]],
 ) -> Iterator[jax.Array]:
     """Yields the arrays on their devices, in order."""
     rounds = _read_ahead(reader, arrays, advance)
@@ -208,7 +186,8 @@ def _arrays(
                 jax.device_put(host, to) for box, host in hosts.items() for to in _shardings_of(devices[box], sharding)
             ]
             hosts.clear()  # before the next ones are allocated
-            copies.add(sent)
+            copies.append(sent)
+            _wait_for_copies(copies, _COPIES - 1)
             on_devices += sent
         if sharding is None:
             yield on_devices[0]
@@ -377,10 +356,14 @@ class PlannedParams:
     quantized: tuple[str, ...]
 
     def shapes(self) -> dict[str, Any]:
-        """Returns the shapes, with shardings, of what `read` yields."""
-        convert = self._conversions(shapes=True)
-        found = zip(self.plan.leaves, leaf_shapes(self.plan, self.shardings), strict=True)
-        return {path: convert[path](leaf) if path in convert else leaf for path, leaf in found}
+        """Returns the shapes, with shardings, of what `read` yields; reads nothing."""
+        convert, found = self._conversions(shapes=True), {}
+        for path, arrays in self.plan.leaves.items():
+            where = [sharding_of(array, self.shardings.get(path)) for array in arrays]
+            pairs = zip(arrays, where, strict=True)
+            leaf = _leaf(arrays, [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to) for a, to in pairs])
+            found[path] = convert[path](leaf) if path in convert else leaf
+        return found
 
     def read(
         self, *, progress: bool, threads: int, before: Callable[[str], None] = lambda _: None
@@ -392,7 +375,34 @@ class PlannedParams:
         )
 
     def _conversions(self, *, shapes: bool) -> dict[str, Callable[[Any], Any]]:
-        return _conversions(self.plan, self.cfg, self.modes, self.shardings, self.quantized, shapes=shapes)
+        """Returns the conversions, by path, of leaves that are served in another format than stored; those of `shapes`.
+
+        Raises ValueError where experts are too narrow to stay FP4.
+        """
+        fp8, int4, fp4 = self.modes
+        from_int4, from_fp4, to_fp8 = (
+            (convert_int4_shapes, convert_fp4_shapes, quantize_stack_shapes)
+            if shapes
+            else (convert_int4, convert_fp4, quantize_stack)
+        )
+        dtype = self.plan.leaves["embed"][0].dtype
+        conversions: dict[str, Callable[[Any], Any]] = {}
+        for path, spec in leaves(self.cfg).items():
+            form = packed_form(self.cfg, spec)
+            if form is INT4:
+                conversions[path] = functools.partial(from_int4, mode=int4, dtype=dtype)
+            elif form is FP4:
+                to = dtype if fp8 == "dequantize" else fp4
+                if to == "keep" and spec.shape[-1] % RUN:
+                    raise ValueError(
+                        f"fp4 'keep' needs experts whose inputs have multiples of {RUN} values, but {path} has "
+                        f"{spec.shape[-1]}; choose 'fp8'"
+                    )
+                conversions[path] = functools.partial(from_fp4, array=self.plan.leaves[path][0], to=to)
+        ue8m0 = self.cfg.fp8 is not None and self.cfg.fp8.scale_fmt == "ue8m0"
+        for path in self.quantized:
+            conversions[path] = functools.partial(to_fp8, ue8m0=ue8m0, sharding=self.shardings.get(path))
+        return conversions
 
 
 def _plan(
@@ -414,45 +424,6 @@ def _plan(
     if plan.skipped_mtp_layers:
         _log.info("%s: layers that make drafts, from %d on, are not loaded", plan.directory, plan.skipped_mtp_layers[0])
     return plan
-
-
-def _conversions(
-    plan: LoadPlan,
-    cfg: ModelConfig,
-    modes: tuple[Fp8Mode, Int4Mode, Fp4Mode],
-    where: Mapping[str, Any],
-    quantized: Iterable[str],
-    *,
-    shapes: bool,
-) -> dict[str, Callable[[Any], Any]]:
-    """Returns the conversions, by path, of the leaves that are served in another format than stored, or of `shapes`.
-
-    Raises ValueError where experts are too narrow to stay FP4.
-    """
-    fp8, int4, fp4 = modes
-    from_int4, from_fp4, to_fp8 = (
-        (convert_int4_shapes, convert_fp4_shapes, quantize_stack_shapes)
-        if shapes
-        else (convert_int4, convert_fp4, quantize_stack)
-    )
-    dtype = plan.leaves["embed"][0].dtype
-    conversions: dict[str, Callable[[Any], Any]] = {}
-    for path, spec in leaves(cfg).items():
-        form = packed_form(cfg, spec)
-        if form is INT4:
-            conversions[path] = functools.partial(from_int4, mode=int4, dtype=dtype)
-        elif form is FP4:
-            to = dtype if fp8 == "dequantize" else fp4
-            if to == "keep" and spec.shape[-1] % RUN:
-                raise ValueError(
-                    f"fp4 'keep' needs experts whose inputs have multiples of {RUN} values, but {path} has "
-                    f"{spec.shape[-1]}; choose 'fp8'"
-                )
-            conversions[path] = functools.partial(from_fp4, array=plan.leaves[path][0], to=to)
-    ue8m0 = cfg.fp8 is not None and cfg.fp8.scale_fmt == "ue8m0"
-    for path in quantized:
-        conversions[path] = functools.partial(to_fp8, ue8m0=ue8m0, sharding=where.get(path))
-    return conversions
 
 
 @contextmanager

@@ -43,7 +43,6 @@ class PlannedArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array in memory."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def bytes_to_read(self, box: Box) -> int:
@@ -105,7 +104,6 @@ class LoadPlan:
 
     @property
     def files(self) -> list[Path]:
-        """Files of the plan."""
         arrays = (path for leaf in self.leaves.values() for a in leaf for path in a.files(full_box(a.shape)))
         pairs = (tensor.path for pair in self.equal for tensor in pair)
         return list(dict.fromkeys((*arrays, *pairs)))

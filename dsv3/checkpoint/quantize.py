@@ -21,7 +21,7 @@ from jax.sharding import Sharding
 from dsv3.checkpoint.layout import TensorSlice, leaves, scale_name, stated_shape_name
 from dsv3.checkpoint.load_plan import LoadPlan, PlannedArray
 from dsv3.checkpoint.reader import aligned_empty
-from dsv3.checkpoint.safetensors_file import NAMES, Tensor
+from dsv3.checkpoint.safetensors_file import Tensor, check_tensor
 from dsv3.config.model import ModelConfig
 from dsv3.model.params import Fp8Weight, Int4Weight, ParamSpec
 from pallas_kernels.float8 import E4M3
@@ -33,6 +33,7 @@ Int4Mode = Literal["keep", "fp8", "dequantize"]
 """How INT4 experts are served: as INT4, as block-scaled FP8, or in the model's dtype."""
 
 _SHAPES: set[np.dtype] = {np.dtype(np.int32), np.dtype(np.int64)}
+_SET_FP8 = "; set expert_dtype of config.json to fp8"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,40 +82,21 @@ def check_packed(
     tensors: Mapping[str, Tensor], tensor_slice: TensorSlice, form: PackedForm, findings: Mapping[str, list[str]]
 ) -> None:
     """Adds header errors of a packed matrix to `findings`; `hugging_face` reports missing ones."""
-    if tensor_slice.name not in tensors:
+    tensor = tensors.get(tensor_slice.name)
+    if tensor is None:
         return
     data, scales = form.shapes(tensor_slice.shape)
-    _check(tensors, tensor_slice.name, data, {form.data}, form, findings)
-    _check(tensors, scale_name(tensor_slice.name), scales, {form.scale}, form, findings)
-    stated = stated_shape_name(tensor_slice.name)
-    if stated in tensors:
-        _check(tensors, stated, (2,), _SHAPES, form, findings)
-
-
-def _check(
-    tensors: Mapping[str, Tensor],
-    name: str,
-    shape: tuple[int, ...],
-    dtypes: set[np.dtype],
-    form: PackedForm,
-    findings: Mapping[str, list[str]],
-) -> None:
-    tensor = tensors.get(name)
-    if tensor is None:
-        findings["missing tensors"].append(name)
-        return
-    where = f"{tensor.name} in {tensor.path.name}"
-    if tensor.shape != shape:
-        findings["wrong shapes"].append(f"{where} is {list(tensor.shape)}, expected {list(shape)}")
-    if tensor.dtype not in dtypes:
-        expected = "/".join(sorted(NAMES[dtype] for dtype in dtypes))
-        findings["wrong dtypes"].append(
-            f"{where} is {NAMES[tensor.dtype]}, expected {expected} of an {form.name} expert{_remedy(tensor, form)}"
-        )
-
-
-def _remedy(tensor: Tensor, form: PackedForm) -> str:
-    return "; set expert_dtype of config.json to fp8" if form is FP4 and tensor.dtype == E4M3 else ""
+    note = f" of an {form.name} expert"
+    is_fp8 = form is FP4 and tensor.dtype == E4M3
+    check_tensor(tensor.name, tensor, data, (form.data,), findings, f"{note}{_SET_FP8 if is_fp8 else ''}")
+    scale = tensors.get(scale_name(tensor_slice.name))
+    if scale is None:
+        findings["missing tensors"].append(scale_name(tensor_slice.name))
+    else:
+        check_tensor(scale.name, scale, scales, (form.scale,), findings, note)
+    stated = tensors.get(stated_shape_name(tensor_slice.name))
+    if stated is not None:
+        check_tensor(stated.name, stated, (2,), _SHAPES, findings, note)
 
 
 def packed_arrays(
@@ -178,20 +160,17 @@ def convert_int4_shapes(weight: Any, mode: Int4Mode, dtype: np.dtype) -> Any:
 @functools.cache
 def _conversion(mode: Int4Mode, dtype: np.dtype) -> Callable[[Int4Weight], Any]:
     """Returns the conversion of a stack, one layer at a time; always the same function, which jax compiles once."""
-    convert = _to_fp8 if mode == "fp8" else functools.partial(_to_plain, dtype=dtype)
+
+    def convert(weight: Int4Weight) -> Any:
+        if mode != "fp8":
+            return dequantize_four_bit(weight.data, weight.scale, dtype)
+        return Fp8Weight(*quantize_128x128(dequantize_four_bit(weight.data, weight.scale, jnp.float32)))
+
     return lambda stack: lax.map(convert, stack)
 
 
 def _transposed(scale: jax.Array) -> jax.Array:
     return jnp.swapaxes(scale, -1, -2)
-
-
-def _to_fp8(weight: Int4Weight) -> Fp8Weight:
-    return Fp8Weight(*quantize_128x128(dequantize_four_bit(weight.data, weight.scale, jnp.float32)))
-
-
-def _to_plain(weight: Int4Weight, dtype: np.dtype) -> jax.Array:
-    return dequantize_four_bit(weight.data, weight.scale, dtype)
 
 
 def plain_products(plan: LoadPlan, cfg: ModelConfig) -> Iterator[str]:

@@ -41,7 +41,6 @@ class BlockRead:
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor in the file."""
         return self.array.tensors[self.tensor_slice.name]
 
     @property

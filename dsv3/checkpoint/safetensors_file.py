@@ -12,7 +12,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -90,8 +90,24 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's data."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    dtypes: Collection[np.dtype],
+    findings: Mapping[str, list[str]],
+    note: str = "",
+) -> None:
+    """Adds tensor `name` to `findings` where its shape or its dtype is another; `note` follows the expected types."""
+    where = f"{name} in {tensor.path.name}"
+    if tensor.shape != shape:
+        findings["wrong shapes"].append(f"{where} is {list(tensor.shape)}, expected {list(shape)}")
+    if tensor.dtype not in dtypes:
+        expected = "/".join(sorted(NAMES[dtype] for dtype in dtypes))
+        findings["wrong dtypes"].append(f"{where} is {NAMES[tensor.dtype]}, expected {expected}{note}")
 
 
 def read_header(path: Path) -> dict[str, Tensor]:

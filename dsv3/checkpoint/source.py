@@ -47,11 +47,9 @@ class Source:
 
     @property
     def is_direct(self) -> bool:
-        """Whether reads go past the page cache."""
         return self._direct is not None
 
     def close(self) -> None:
-        """Closes the file."""
         for descriptor in (self._file, self._direct):
             if descriptor is not None:
                 os.close(descriptor)

@@ -50,7 +50,6 @@ class TensorTable:
 
 
 def table_of(cfg: ModelConfig) -> TensorTable:
-    """Returns the tensors of checkpoints of `cfg`."""
     return _deepseek_v3(cfg) if cfg.compressed is None else _deepseek_v4(cfg)
 
 

@@ -53,7 +53,6 @@ class OutTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -111,11 +110,9 @@ class TreeStacks:
             raise ValueError(f"{len(wrong)} parameter(s) do not fit the configuration: {shown}")
 
     def dtypes(self, path: str) -> tuple[np.dtype, ...]:
-        """Returns the dtypes of a leaf's arrays."""
         return tuple(np.dtype(array.dtype) for array in self._arrays(path))
 
     def rows(self, path: str, part: int, rows: slice) -> np.ndarray:
-        """Returns the indices `rows` of the first axis of one array."""
         array = self._arrays(path)[part]
         whole = (rows.start, rows.stop) == (0, array.shape[0])
         return np.asarray(array if whole else array[rows])
@@ -150,7 +147,8 @@ def write_hf(
     tensors = list(out_tensors(cfg, stacks, scale_dtype))
     settings = json.dumps(_settings(cfg, tensors), indent=2, sort_keys=True)
     shards = _shards(tensors, shard_bytes)
-    names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     total = sum(t.nbytes for t in tensors)
     with atomic_directory(directory) as partial, reporter(total, "saving", shown=progress) as advance:
         (partial / "config.json").write_text(settings + "\n")
@@ -161,7 +159,7 @@ def write_hf(
         for name, shard in zip(names, shards, strict=True):
             with (partial / name).open("wb") as file:
                 _write_shard(file, shard, stacks, advance)
-        if len(shards) > 1:
+        if count > 1:
             weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -223,10 +221,6 @@ def _shards(tensors: Sequence[OutTensor], limit: int) -> list[list[OutTensor]]:
         shards[-1].append(tensor)
         size += tensor.nbytes
     return shards
-
-
-def _shard_name(index: int, count: int) -> str:
-    return f"model-{index + 1:05}-of-{count:05}.safetensors"
 
 
 def _write_shard(file: BinaryIO, tensors: Sequence[OutTensor], stacks: Stacks, advance: Advance) -> None:
@@ -346,13 +340,11 @@ class PlannedStacks:
         self._converted = functools.lru_cache(maxsize=1)(self._convert)  # data and scales are asked for in turns
 
     def dtypes(self, path: str) -> tuple[np.dtype, ...]:
-        """Returns the dtypes of a leaf's arrays."""
         if self._is_fp4(path):
             return (E4M3, F32) if self._experts == E4M3 else (self._experts,)
         return tuple(array.dtype for array in self._plan.leaves[path])
 
     def rows(self, path: str, part: int, rows: slice) -> np.ndarray:
-        """Returns the indices `rows` of the first axis of one array."""
         if self._is_fp4(path):
             return self._converted(path, rows.start, rows.stop)[part]
         return self._read(path, part, rows)

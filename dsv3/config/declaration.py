@@ -127,6 +127,13 @@ def refuse_unknown(cls: type, names: Iterable[str], others: Iterable[str] = ()) 
             raise TypeError(f"{name} is not an option; {hint}")
 
 
+def refuse_unknown_fields(given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ValueError for a field of an option in JSON that is not `known`."""
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{name}: there is no such field; there are {', '.join(known)}")
+
+
 def options_text(cls: type) -> str:
     """Lists a dataclass's options for the docstring of a function that takes them."""
     lines = []

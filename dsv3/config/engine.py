@@ -77,12 +77,10 @@ class EngineConfig(RunOptions):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """The digest of `identity`."""
         return fingerprint(self.identity)
 
     @property
     def num_devices(self) -> int:
-        """Devices of all ranks."""
         return self.num_ranks * self.tensor_parallel_size
 
     def ranks_of(self, process_id: int) -> range:
@@ -100,7 +98,6 @@ class EngineConfig(RunOptions):
         return self.pages_for(self.max_model_len + self.tokens_ahead)
 
     def pages_for(self, tokens: int) -> int:
-        """Returns how many pages hold `tokens` tokens."""
         return pages_for(tokens, self.page_size)
 
     @property

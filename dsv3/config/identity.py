@@ -31,7 +31,6 @@ class CacheIdentity:
 
     @property
     def text(self) -> str:
-        """All fields as JSON."""
         return _text(self)
 
 

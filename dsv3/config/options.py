@@ -8,9 +8,10 @@ agree and the key of stored executables (`dsv3.engine.fingerprint`), and the opt
 A new option is one field here.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from dsv3.config.declaration import check, option
@@ -339,7 +340,6 @@ class RunOptions:
 
     @functools.cached_property
     def speculative(self) -> SpeculativeConfig | None:
-        """Speculative decoding, if any."""
         return None if self.speculative_config is None else SpeculativeConfig.from_json(self.speculative_config)
 
     @functools.cached_property
@@ -354,13 +354,20 @@ class RunOptions:
 
     @functools.cached_property
     def kv_events(self) -> KvEventsConfig | None:
-        """KV events, if any."""
         return None if self.kv_events_config is None else KvEventsConfig.from_json(self.kv_events_config)
 
     @functools.cached_property
     def step_metrics(self) -> StepMetricsConfig | None:
-        """Step metrics, if any."""
         return None if self.step_metrics_config is None else StepMetricsConfig.from_json(self.step_metrics_config)
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Puts the name of an option in front of the text of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -388,19 +395,21 @@ class EngineOptions(RunOptions, StartOptions):
                 f"leave {name} out"
             )
         if self.kv_store is not None:
-            self._check_store(self.kv_store)
+            self._need_prefix_caching("kv_store")
+            with _naming("kv_store"):
+                check_address(self.kv_store)
             object.__setattr__(self, "kv_offloading_size", self.kv_offloading_size or _STAGING_GIB)
         self._check_transfer()
-        if self.kv_offloading_size and not self.enable_prefix_caching:
-            raise ValueError(f"kv_offloading_size: {self.kv_offloading_size!r} needs enable_prefix_caching")
-        if self.kv_events_config is not None:
-            self._check_events(self.kv_events_config)
-        if self.step_metrics_config is not None:
-            self._check_step_metrics(self.step_metrics_config)
-        try:
+        if self.kv_offloading_size:
+            self._need_prefix_caching("kv_offloading_size")
+        with _naming("kv_events_config"):
+            events = self.kv_events
+        if events is not None and events.is_on:
+            self._need_prefix_caching("kv_events_config")
+        with _naming("step_metrics_config"):
+            _ = self.step_metrics
+        with _naming("speculative_config"):
             speculative = self.speculative
-        except ValueError as error:
-            raise ValueError(f"speculative_config: {error}") from None
         if speculative is not None and speculative.synthetic_rates:
             raise ValueError(
                 f"speculative_config: synthetic_acceptance_rates {list(speculative.synthetic_rates)}: a coin would "
@@ -424,27 +433,9 @@ class EngineOptions(RunOptions, StartOptions):
         if self.transfer_address is not None:
             split_address(self.transfer_address, "transfer_address")
 
-    def _check_store(self, address: str) -> None:
+    def _need_prefix_caching(self, name: str) -> None:
         if not self.enable_prefix_caching:
-            raise ValueError(f"kv_store: {address!r} needs enable_prefix_caching")
-        try:
-            check_address(address)
-        except ValueError as error:
-            raise ValueError(f"kv_store: {error}") from None
-
-    def _check_events(self, given: Mapping[str, Any]) -> None:
-        try:
-            is_on = KvEventsConfig.from_json(given).is_on
-        except ValueError as error:
-            raise ValueError(f"kv_events_config: {error}") from None
-        if is_on and not self.enable_prefix_caching:
-            raise ValueError(f"kv_events_config: {given!r} needs enable_prefix_caching")
-
-    def _check_step_metrics(self, given: Mapping[str, Any]) -> None:
-        try:
-            StepMetricsConfig.from_json(given)
-        except ValueError as error:
-            raise ValueError(f"step_metrics_config: {error}") from None
+            raise ValueError(f"{name}: {getattr(self, name)!r} needs enable_prefix_caching")
 
     @property
     def spreads_experts(self) -> bool:
@@ -544,7 +535,6 @@ class ClusterOptions:
 
     @property
     def num_nodes(self) -> int:
-        """Hosts of the instance."""
         return self.num_processes // self.processes_per_node
 
     @property

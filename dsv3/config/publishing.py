@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from dsv3.config.declaration import refuse_unknown_fields
+
 _ENDPOINT = re.compile(r"tcp://\S+:\d{1,5}|(ipc|inproc)://\S+")
 
 
@@ -31,7 +33,6 @@ class KvEventsConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether events are published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
     def address(self, num_ranks: int) -> dict[str, Any]:
@@ -42,10 +43,8 @@ class KvEventsConfig:
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "KvEventsConfig":
         """Reads the fields; raises ValueError with the field, its value and what may be."""
-        known = [field.name for field in dataclasses.fields(cls)]
+        refuse_unknown_fields(given, [field.name for field in dataclasses.fields(cls)])
         for name, value in given.items():
-            if name not in known:
-                raise ValueError(f"{name}: there is no such field; there are {', '.join(known)}")
             if problem := _problem(name, value):
                 raise ValueError(f"{name}: {value!r} {problem}")
         config = cls(**{name: value for name, value in given.items() if value is not None})
@@ -83,10 +82,8 @@ class StepMetricsConfig:
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "StepMetricsConfig":
         """Reads the fields; raises ValueError with the field, its value and what may be."""
-        known = [field.name for field in dataclasses.fields(cls)]
+        refuse_unknown_fields(given, [field.name for field in dataclasses.fields(cls)])
         for name, value in given.items():
-            if name not in known:
-                raise ValueError(f"{name}: there is no such field; there are {', '.join(known)}")
             if not isinstance(value, str):
                 raise ValueError(f"{name}: {value!r} is not a text")
         config = cls(**given)

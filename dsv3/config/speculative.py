@@ -11,12 +11,22 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from dsv3.config.declaration import refuse_unknown_fields
+
 Method = Literal["mtp", "ngram", "dspark"]
 MAX_DRAFTS: dict[Method, int] = {"mtp": 3, "ngram": 3, "dspark": 7}
 """The most drafts of a row. Kernels of attention to latents support three beside the last token, steps seven."""
 
 _DEFAULT: dict[Method, int] = {"mtp": 1, "ngram": 1, "dspark": 5}  # 5: the block of every published checkpoint
 _MAX_LOOKUP = 8
+_FIELDS = (
+    "method",
+    "num_speculative_tokens",
+    "num_speculative_tokens_per_batch_size",
+    "prompt_lookup_min",
+    "prompt_lookup_max",
+    "synthetic_acceptance_rates",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +47,6 @@ class SpeculativeConfig:
 
     @property
     def most_drafts(self) -> int:
-        """The most drafts per request of a step."""
         return max(drafts for _, _, drafts in self.drafts_by_size)
 
     @property
@@ -58,7 +67,7 @@ class SpeculativeConfig:
 
         Raises ValueError with the field, its value and the allowed ones.
         """
-        _refuse_unknown(given)
+        refuse_unknown_fields(given, _FIELDS)
         method: Any = given.get("method")
         if method not in get_args(Method):
             raise ValueError(f"method: {method!r} is not one of {', '.join(get_args(Method))}")
@@ -86,20 +95,6 @@ def acceptance_by_place(name: str, rates: Any, drafts: int) -> tuple[float, ...]
     if len(values) != drafts or any(later > earlier for earlier, later in itertools.pairwise(values)):
         raise ValueError(f"{name}: {list(values)} are not {drafts} shares, one per draft, that never rise")
     return tuple(map(float, values))
-
-
-def _refuse_unknown(given: Mapping[str, Any]) -> None:
-    known = (
-        "method",
-        "num_speculative_tokens",
-        "num_speculative_tokens_per_batch_size",
-        "prompt_lookup_min",
-        "prompt_lookup_max",
-        "synthetic_acceptance_rates",
-    )
-    for name in given:
-        if name not in known:
-            raise ValueError(f"{name}: there is no such field; there are {', '.join(known)}")
 
 
 def _drafts_by_size(given: Mapping[str, Any], method: Method) -> tuple[tuple[int, int, int], ...]:

@@ -89,7 +89,6 @@ class EventQueue:
         self.dropped = 0
 
     def append(self, event: PageEvent) -> None:
-        """Appends an event to the open batch."""
         with self._lock:
             self._open.append(event)
 

@@ -24,13 +24,11 @@ class RankPrefixIndex:
         self._ranks_of: dict[Key, int] = {}
 
     def add(self, keys: Iterable[Key], rank: int) -> None:
-        """Records that a rank has these pages cached."""
         ranks_of, mine = self._ranks_of, 1 << rank
         for key in keys:
             ranks_of[key] = ranks_of.get(key, 0) | mine
 
     def remove(self, keys: Iterable[Key], rank: int) -> None:
-        """Records that a rank no longer has these pages cached."""
         ranks_of, mine = self._ranks_of, 1 << rank
         for key in keys:
             ranks = ranks_of.get(key)
@@ -103,7 +101,6 @@ class PrefixIndex:
         return pages
 
     def page_of(self, key: Key) -> int | None:
-        """Returns the page of a key; None where it is not cached."""
         return self._page_of.get(key)
 
     def insert(self, keys: Sequence[Key], pages: Sequence[int]) -> list[int]:
@@ -124,7 +121,6 @@ class PrefixIndex:
         self._provisional.update(pages)
 
     def count_evictable(self, pages: Iterable[int]) -> int:
-        """Returns how many of `pages` are cached without an owner."""
         return sum(page in self._evictable or page in self._evictable_provisional for page in pages)
 
     def mark_unowned(self, pages: Sequence[int]) -> Sequence[int]:
@@ -208,7 +204,6 @@ class PagePool:
         return len(self._free)
 
     def references(self, page: int) -> int:
-        """Returns the number of owners of `page`."""
         return self._count[page]
 
     def allocate(self, count: int) -> list[int]:
@@ -284,7 +279,6 @@ class PageCache:
 
     @property
     def in_use(self) -> int:
-        """Pages with an owner."""
         return self.pool.num_pages - self.available
 
     def allocate(self, count: int) -> list[int]:
@@ -325,7 +319,6 @@ class PageCache:
         return self.index.insert(keys, pages) if self._sharing else []
 
     def is_page_of(self, key: Key, page: int) -> bool:
-        """Returns whether `page` is cached under `key`."""
         return self.index.page_of(key) == page
 
     def release(self, pages: Sequence[int]) -> None:

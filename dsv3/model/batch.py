@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.search import search
+
 
 class AttentionForm(enum.IntEnum):
     """How a step attends, in the order in which the host tries the forms (`dsv3.model.forms`).
@@ -82,6 +84,58 @@ class DecodeBatch:
     window_table: Any = None  # [B, Mp] int32
     slots: Any = None  # [B] int32
     returns_routed_experts: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRows:
+    """The T tokens of a step, those of one request after the other, and where the cache keeps these requests' rows."""
+
+    requests: jax.Array  # [T] int32, request of a token
+    positions: jax.Array  # [T] int32, 0 in padding
+    valid: jax.Array  # [T] bool, False in padding
+    visible: jax.Array  # [T] int32, how many tokens each one sees, itself included; 0 in padding
+    firsts: jax.Array  # [B] int32, where a request's tokens begin
+    contexts: jax.Array  # [B] int32, tokens that it had before the step
+    ends: jax.Array  # [B] int32, tokens that it has after it
+    page_table: jax.Array  # [B, Mp] int32
+    window_table: jax.Array  # [B, Mp] int32
+    slots: jax.Array  # [B] int32
+    rows_before: jax.Array | None = None  # [B] int32, of the later one of two micro-batches
+
+    @classmethod
+    def of(cls, batch: PrefillBatch | DecodeBatch) -> "StepRows":
+        """Returns the rows of a batch, in decode `[B * S]`: S new tokens of each request."""
+        tables: dict[str, Any] = {
+            "page_table": batch.page_table,
+            "window_table": batch.window_table,
+            "slots": batch.slots,
+        }
+        if isinstance(batch, DecodeBatch):
+            B, S = batch.tokens.shape
+            positions = (batch.lengths[:, None] - S + jnp.arange(S, dtype=jnp.int32)).reshape(-1)
+            return cls(
+                requests=jnp.repeat(jnp.arange(B, dtype=jnp.int32), S),
+                positions=jnp.maximum(positions, 0),
+                valid=positions >= 0,
+                visible=jnp.maximum(positions + 1, 0),
+                firsts=S * jnp.arange(B, dtype=jnp.int32),
+                contexts=batch.lengths - S,
+                ends=batch.lengths,
+                **tables,
+            )
+        B, rows = len(batch.page_table), jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+        chunk = search(batch.cu_lengths[1:], rows, side="right")
+        return cls(
+            requests=jnp.minimum(chunk, B - 1),
+            positions=jnp.where(chunk < B, batch.positions, 0),
+            valid=chunk < B,
+            visible=jnp.where(chunk < B, batch.positions + 1, 0),
+            firsts=batch.cu_lengths[:-1],
+            contexts=batch.context_lengths,
+            ends=batch.context_lengths + jnp.diff(batch.cu_lengths),
+            rows_before=batch.rows_before,
+            **tables,
+        )
 
 
 def split_prefill(batch: PrefillBatch) -> tuple[PrefillBatch, PrefillBatch]:

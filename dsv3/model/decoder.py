@@ -61,7 +61,6 @@ class Stack:
 
     @property
     def depth(self) -> int:
-        """`L`."""
         return self.layers.input_norm.shape[0]
 
     @property
@@ -69,10 +68,6 @@ class Stack:
         """The parameters of the experts; only for a stack of MoE layers."""
         assert self.layers.moe is not None
         return self.layers.moe
-
-    def experts(self, place: LayerPlace, numerics: Numerics) -> ExpertLayer:
-        """Returns the experts of one layer."""
-        return ExpertLayer(self.moe, place.layer, numerics, self.placement)
 
     def place(self, layer: Index) -> LayerPlace:
         """Returns the place of a layer without compressed entries, whose router chooses its experts."""
@@ -192,7 +187,7 @@ def run_layers(
 
     def body(carry: tuple[Residual, Any], places: Places) -> tuple[tuple[Residual, Any], RouterStats | None]:
         (place,) = places
-        x, state, router_stats = run_layer(stack, place, context, *carry)
+        x, state, router_stats = DecoderLayer(stack, place, context).run(*carry)
         return (x, state), router_stats
 
     (x, state), router_stats = scan_layers(stack, context.cfg, body, (x, state))
@@ -231,121 +226,120 @@ def scan_layers(
     return carry, jax.tree.map(lambda *each: jnp.concatenate(each), *results) if results else None
 
 
-def run_layer(
-    stack: Stack, place: LayerPlace, context: LayerContext, x: Residual, state: Any
-) -> tuple[Residual, Any, RouterStats | None]:
-    """Runs one decoder layer: attention, then a dense MLP or experts, each after a norm and around a residual."""
-    block, state = attention_block(stack, place, context, x, state)
-    normed = post_normed(stack, place, context, block)
-    if stack.layers.mlp is not None:
-        with jax.named_scope("mlp"):
-            partial = mlp(normed, stack.layers.mlp, place.layer, context.numerics)
-            return block.write(context.routed.shards.sum(partial)), state, None
-    with jax.named_scope("moe"):
-        routing = choose_experts(stack, place, context, normed)
-        y, router_stats = context.routed(normed, routing, stack.experts(place, context.numerics))
-        shared = shared_expert(stack, place, context, normed)
-        router_stats = context.with_ids(router_stats, routing.ids)
-        return add_experts(stack, place, context, block, y, shared), state, router_stats
+@dataclasses.dataclass(frozen=True)
+class DecoderLayer:
+    """One layer in a step: attention, then a dense MLP or experts, each after a norm and around a residual."""
+
+    stack: Stack
+    place: LayerPlace
+    context: LayerContext
+
+    def run(self, x: Residual, state: Any) -> tuple[Residual, Any, RouterStats | None]:
+        """Runs the layer; also returns the attention state and the router statistics."""
+        stack, context = self.stack, self.context
+        block, state = self.attention(x, state)
+        if stack.layers.mlp is not None:
+            normed = self._read(block, stack.layers.post_norm)
+            with jax.named_scope("mlp"):
+                partial = mlp(normed, stack.layers.mlp, self.place.layer, context.numerics)
+                return block.write(context.routed.shards.sum(partial)), state, None
+        normed, routing = self.choose_experts(block)
+        with jax.named_scope("moe"):
+            y, router_stats = context.routed(normed, routing, self.experts)
+            shared = self.shared_expert(normed)
+            return self.add_experts(block, y, shared), state, context.with_ids(router_stats, routing.ids)
+
+    @property
+    def experts(self) -> ExpertLayer:
+        """The routed experts; only in a stack of MoE layers."""
+        return ExpertLayer(self.stack.moe, self.place.layer, self.context.numerics, self.stack.placement)
+
+    def attention(self, x: Residual, state: Any) -> tuple[Block, Any]:
+        """Runs attention; returns the residual after it, at the next block's place, and the attention state."""
+        block, tokens = self.project(x)
+        heads, state = self.core(tokens, state)
+        return self.output(block, heads), state
+
+    @jax.named_scope("attention")
+    def project(self, x: Residual) -> tuple[Block, Any]:
+        """Computes the norm and the projections before the attention core; also returns the residual at their place."""
+        layers, context = self.stack.layers, self.context
+        weight = getattr(layers.attention, "qkv_a", None)
+        block = self._at(x, layers.attention_mixing, layers.input_norm, weight)
+        normed = self._read(block, layers.input_norm)
+        return block, context.attention.project(normed, layers.attention, self.place, context.numerics)
+
+    @jax.named_scope("attention")
+    def core(self, tokens: Any, state: Any) -> tuple[jax.Array, Any]:
+        """Writes the cache and attends: `[T, H, V]` of the heads of this device, and the attention state."""
+        return self.context.attention.attend(tokens, self.stack.layers.attention, self.place, state)
+
+    @jax.named_scope("attention")
+    def output(self, block: Block, heads: jax.Array) -> Block:
+        """Returns the residual after the output projection of `heads` `[T, H, V]`, at the next block's place."""
+        context = self.context
+        out = context.attention.output(heads, self.stack.layers.attention, self.place, context.numerics)
+        return self.at_experts(block.write(context.routed.shards.sum(out)))
+
+    def at_experts(self, x: Residual) -> Block:
+        """Returns the residual at the place of the MLP or the experts."""
+        layers = self.stack.layers
+        return self._at(x, layers.moe_mixing, layers.post_norm, None if layers.moe is None else layers.moe.gate_up)
+
+    def choose_experts(self, block: Block) -> tuple[Rows, Routing]:
+        """Returns the experts' input `[T, D]`, normed, and the routing of its rows; ids are -1 in padding."""
+        normed = self._read(block, self.stack.layers.post_norm)
+        return normed, self._route(normed)
+
+    @jax.named_scope("router")
+    def _route(self, normed: Rows) -> Routing:
+        moe, place, context = self.stack.moe, self.place, self.context
+        cfg, backend = context.cfg, context.numerics.backend
+        logits = router_logits(plain_rows(normed), moe.router, place.layer, backend)
+        given = place.hashed or context.replayed is not None
+        if place.hashed:
+            assert context.tokens is not None  # of every model with such layers
+            routing = route_by_token(cfg, logits, layer_slice(moe.by_token, place.layer), context.tokens)
+        else:
+            hashed, valid = 0 if moe.by_token is None else len(moe.by_token), None if given else context.valid
+            routing = route(cfg, logits, moe.router_bias, backend, place.layer, hashed, valid)
+        if context.replayed is not None:
+            routing = replay(cfg, logits, routing, layer_slice(context.replayed, place.layer))
+        return masked(routing, context.valid) if given else routing
+
+    @jax.named_scope("shared_expert")
+    def shared_expert(self, normed: Rows) -> jax.Array | None:
+        """Returns the shared expert's part `[T, D]`, added unscaled; None in a model without one."""
+        shared, context = self.stack.moe.shared, self.context
+        if shared is None:
+            return None
+        return context.routed.shards.sum(mlp(normed, shared, self.place.layer, context.numerics))
+
+    def add_experts(self, block: Block, y: jax.Array, shared: jax.Array | None) -> Residual:
+        """Returns the residual after the routed experts' sums `y` and the shared expert's part, `[T, D]` each.
+
+        A norm behind the experts takes both parts together.
+        """
+        weight = self.stack.layers.post_moe_norm
+        if weight is not None:
+            return block.write(norm(y if shared is None else y + shared, weight, self.place.layer, self.context))
+        x = block.write(y) if shared is None else block.write(y, shared)
+        return x.with_mean() if self.place.is_target and isinstance(x, Streams) else x
+
+    def _at(self, x: Residual, params: MixingParams | None, norm: jax.Array, weight: Any) -> Block:
+        """Returns the residual at the place of a block, which multiplies what it reads with `weight`."""
+        numerics = self.context.numerics
+        ue8m0 = numerics.ue8m0 if isinstance(weight, Fp8Weight) else None
+        return x.at(params, norm, self.place.layer, self.context.cfg, numerics.backend, ue8m0)
+
+    def _read(self, block: Block, weight: jax.Array) -> Rows:
+        cfg, backend = self.context.cfg, self.context.numerics.backend
+        return block.read(weight, self.place.layer, cfg.rms_norm_eps, backend)
 
 
 def norm(x: jax.Array, weight: jax.Array, layer: Index, context: LayerContext) -> jax.Array:
     """Returns `x` `[T, D]` over its root mean square, times layer `layer` of `weight` `[L, D]`."""
     return rms_norm(x, weight, layer, context.cfg.rms_norm_eps, backend=context.numerics.backend)
-
-
-def _at(
-    x: Residual, params: MixingParams | None, norm: jax.Array, weight: Any, place: LayerPlace, context: LayerContext
-) -> Block:
-    """Returns the residual at the place of a block, which multiplies what it reads with `weight`."""
-    ue8m0 = context.numerics.ue8m0 if isinstance(weight, Fp8Weight) else None
-    return x.at(params, norm, place.layer, context.cfg, context.numerics.backend, ue8m0)
-
-
-def _read(block: Block, weight: jax.Array, place: LayerPlace, context: LayerContext) -> Rows:
-    return block.read(weight, place.layer, context.cfg.rms_norm_eps, context.numerics.backend)
-
-
-def post_normed(stack: Stack, place: LayerPlace, context: LayerContext, block: Block) -> Rows:
-    """Returns the input of the MLP or the experts of a layer, `[T, D]`, from the residual at their place."""
-    return _read(block, stack.layers.post_norm, place, context)
-
-
-def attention_block(
-    stack: Stack, place: LayerPlace, context: LayerContext, x: Residual, state: Any
-) -> tuple[Block, Any]:
-    """Runs attention; returns the residual after it, at the next block's place, and the attention state."""
-    block, tokens = queries(stack, place, context, x)
-    heads, state = core(stack, place, context, tokens, state)
-    return output(stack, place, context, block, heads), state
-
-
-@jax.named_scope("attention")
-def queries(stack: Stack, place: LayerPlace, context: LayerContext, x: Residual) -> tuple[Block, Any]:
-    """Computes the norm and the projections before the attention core; also returns the residual at their place."""
-    layers = stack.layers
-    weight = getattr(layers.attention, "qkv_a", None)
-    block = _at(x, layers.attention_mixing, layers.input_norm, weight, place, context)
-    normed = _read(block, layers.input_norm, place, context)
-    return block, context.attention.project(normed, layers.attention, place, context.numerics)
-
-
-@jax.named_scope("attention")
-def core(stack: Stack, place: LayerPlace, context: LayerContext, tokens: Any, state: Any) -> tuple[jax.Array, Any]:
-    """Writes the cache and attends: `[T, H, V]` of the heads of this device, and the attention state."""
-    return context.attention.attend(tokens, stack.layers.attention, place, state)
-
-
-@jax.named_scope("attention")
-def output(stack: Stack, place: LayerPlace, context: LayerContext, block: Block, heads: jax.Array) -> Block:
-    """Returns the residual after the output projection of `heads` `[T, H, V]`, at the next block's place."""
-    out = context.attention.output(heads, stack.layers.attention, place, context.numerics)
-    return experts_block(stack, place, context, block.write(context.routed.shards.sum(out)))
-
-
-def experts_block(stack: Stack, place: LayerPlace, context: LayerContext, x: Residual) -> Block:
-    """Returns the residual at the place of a layer's MLP or experts."""
-    layers = stack.layers
-    weight = None if layers.moe is None else layers.moe.gate_up
-    return _at(x, layers.moe_mixing, layers.post_norm, weight, place, context)
-
-
-@jax.named_scope("router")
-def choose_experts(stack: Stack, place: LayerPlace, context: LayerContext, normed: Rows) -> Routing:
-    """Selects the experts of each row of `normed` `[T, D]`; ids are -1 in padding rows."""
-    moe, cfg, backend = stack.moe, context.cfg, context.numerics.backend
-    logits = router_logits(plain_rows(normed), moe.router, place.layer, backend)
-    given = place.hashed or context.replayed is not None
-    if place.hashed:
-        assert context.tokens is not None  # of every model with such layers
-        routing = route_by_token(cfg, logits, layer_slice(moe.by_token, place.layer), context.tokens)
-    else:
-        hashed = 0 if moe.by_token is None else len(moe.by_token)
-        routing = route(cfg, logits, moe.router_bias, backend, place.layer, hashed, None if given else context.valid)
-    if context.replayed is not None:
-        routing = replay(cfg, logits, routing, layer_slice(context.replayed, place.layer))
-    return masked(routing, context.valid) if given else routing
-
-
-@jax.named_scope("shared_expert")
-def shared_expert(stack: Stack, place: LayerPlace, context: LayerContext, normed: Rows) -> jax.Array | None:
-    """Returns the shared expert's part `[T, D]`, added unscaled; None in a model without one."""
-    shared = stack.moe.shared
-    return None if shared is None else context.routed.shards.sum(mlp(normed, shared, place.layer, context.numerics))
-
-
-def add_experts(
-    stack: Stack, place: LayerPlace, context: LayerContext, block: Block, y: jax.Array, shared: jax.Array | None
-) -> Residual:
-    """Returns the residual after the routed experts' sums `y` and the shared expert's part, `[T, D]` each.
-
-    A norm behind the experts takes both parts together.
-    """
-    weight = stack.layers.post_moe_norm
-    if weight is not None:
-        return block.write(norm(y if shared is None else y + shared, weight, place.layer, context))
-    x = block.write(y) if shared is None else block.write(y, shared)
-    return x.with_mean() if place.is_target and isinstance(x, Streams) else x
 
 
 def run_decoder(

@@ -16,16 +16,11 @@ import jax.numpy as jnp
 
 from dsv3.config.model import WINDOW_LATENTS, DSparkConfig, ModelConfig
 from dsv3.kv_cache.layout import Pool
-from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.batch import DecodeBatch, PrefillBatch, StepRows
 from dsv3.model.decoder import LayerContext, Stack, embed, norm, run_layers
-from dsv3.model.layers.attention import LayerPlace
-from dsv3.model.layers.cache_rows import CacheRows, StepRows
-from dsv3.model.layers.compressed_attention import (
-    CompressedTokens,
-    EntryAttention,
-    compressed_of,
-    project_latents,
-)
+from dsv3.model.layers.attention import LayerPlace, Projected
+from dsv3.model.layers.cache_rows import CacheRows
+from dsv3.model.layers.compressed_attention import EntryAttention, compressed_of, project_latents
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts
 from dsv3.model.layers.hyper_connections import start
 from dsv3.model.layers.linear import Numerics, linear
@@ -62,8 +57,8 @@ def write_context(
       ValueError: the model has no stages.
     """
     stages, dspark = _stages(params), dspark_of(cfg)
-    rows = StepRows.from_decode(batch) if isinstance(batch, DecodeBatch) else StepRows.from_prefill(batch)
-    numerics, by = Numerics.from_config(cfg, backend), rotation(cfg, rows.positions)
+    rows, numerics = StepRows.of(batch), Numerics.from_config(cfg, backend)
+    by = rotation(cfg, rows.positions)
     with jax.named_scope("main_proj"):
         projected = linear(draft_input.reshape(-1, draft_input.shape[-1]), stages.main_proj, 0, numerics)
         main = rms_norm(projected, stages.main_norm, 0, cfg.rms_norm_eps, backend=backend)
@@ -71,7 +66,7 @@ def write_context(
         latents = project_latents(main, stages.layers.attention, stage, cfg, by, numerics)
         window = CacheRows.of(cfg, WINDOW_LATENTS, pages, rows, cfg.num_hidden_layers + stage)
         new = encode_rows(latents, cfg.kv_lora_rank, window.array.dtype, backend=backend)
-        pages = {**pages, WINDOW_LATENTS: rows.write(new, window)}
+        pages = {**pages, WINDOW_LATENTS: window.write_new(new)}
     return pages
 
 
@@ -101,7 +96,7 @@ def propose(
     """
     stages, dspark = _stages(params), dspark_of(cfg)
     block = _block(batch, dspark)
-    rows, tokens = StepRows.from_decode(block), block.tokens.reshape(-1)
+    rows, tokens = StepRows.of(block), block.tokens.reshape(-1)
     attention = EntryAttention.at(cfg, rows.positions, functools.partial(_attend, cfg, rows, pages, backend))
     numerics = Numerics.from_config(cfg, backend, tokens.size // routed.shards.size)
     context = LayerContext(cfg, attention, rows.valid, numerics, routed)
@@ -172,7 +167,7 @@ def _attend(
     rows: StepRows,
     pages: Pool,
     backend: Backend | None,
-    tokens: CompressedTokens,
+    tokens: Projected,
     params: CompressedAttentionParams,
     place: LayerPlace,
     state: Any,

@@ -28,18 +28,9 @@ from dsv3.config.device_rates import MASKING, PREFILL_OVERHEAD, Peaks
 from dsv3.config.model import ModelConfig, absorbed_operations, materialization_operations, materialized_operations
 from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch
-from dsv3.model.layers.attention import (
-    Attend,
-    Core,
-    attend_after_write,
-    decode_cache_positions,
-    decode_core,
-    prefill_cache_positions,
-    prefill_core,
-)
+from dsv3.model.layers.attention import Attend, Core, LatentStep, attend_after_write, decode_core, prefill_core
 from dsv3.model.layers.materialized import BYTES_AT_ONCE, heads_at_once, masked_form, materialized_core
-from dsv3.model.layers.sparse import Rows, TopkForm, copying_form, decode_rows, prefill_rows, sparse_attend
-from pallas_kernels.backend import Backend
+from dsv3.model.layers.sparse import TopkForm, copying_form, sparse_attend
 
 _KEY_BLOCK = 128  # the kernels read keys in such blocks
 
@@ -66,8 +57,8 @@ class FormRow:
 
     use_topk: bool = False
     decodes: bool = False
-    core: Callable[[ModelConfig, PrefillBatch, int, Backend | None], Core] = prefill_core
-    topk_form: Callable[[ModelConfig, PrefillBatch, Rows, int, Backend | None], TopkForm] | None = None
+    core: Callable[[LatentStep, PrefillBatch], Core] = prefill_core
+    topk_form: Callable[[LatentStep, PrefillBatch], TopkForm] | None = None
     capacity: Callable[[ModelConfig, Peaks, str, int, int], int] | None = None
     is_faster: Callable[[ModelConfig, Peaks, int, int, int, int, int, int], bool] | None = None
 
@@ -108,47 +99,32 @@ def suits(form: AttentionForm, model: ModelConfig, longest: int, has_context: bo
     return FORMS[form].use_topk == needs_topk(model, longest)
 
 
-def prefill_attend(
-    cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None, number: int = 0
-) -> Attend:
-    """Attends in prefill; `number` is that of the micro-batch. The state is that of `sparse.initial_state`.
+def paged_attend(step: LatentStep, batch: PrefillBatch | DecodeBatch, heads: int, number: int) -> Attend:
+    """Attends in a step, to the new tokens and those in pages. The state is that of `sparse.initial_state`.
+
+    `heads` is the number of heads on this device, `number` that of the micro-batch.
 
     Raises ValueError if a batch in a materialized form has no `kv_capacity`, or one in another form has one.
     """
-    if (FORMS[batch.form].capacity is None) == (batch.kv_capacity > 0):
+    form = _effective_form(step.cfg, batch)
+    row, topk_form = FORMS[form], None
+    if isinstance(batch, DecodeBatch):
+        core = decode_core(step, batch, heads)
+    elif (FORMS[batch.form].capacity is None) == (batch.kv_capacity > 0):
         raise ValueError(
             f"kv_capacity is {batch.kv_capacity} in form {batch.form.name}; it must be above 0 in materialized forms, "
             "and 0 in all others"
         )
-    form = _effective_form(cfg, batch)
-    row = FORMS[form]
-    core = row.core(cfg, batch, pages_per_layer, backend)
-    if not cfg.index_layers:
-        return attend_after_write(cfg, prefill_cache_positions(batch, cfg), pages_per_layer, backend, core)
-    rows = prefill_rows(batch, cfg)
-    if row.topk_form is None:
-        topk_form = copying_form(cfg, rows, pages_per_layer, backend)
     else:
-        topk_form = row.topk_form(cfg, batch, rows, pages_per_layer, backend)
-        rows = rows._replace(
-            page_table=rows.page_table[:, : batch.kv_capacity // cfg.page_size]
-        )  # no request is longer
-    return sparse_attend(cfg, rows, _use_topk(cfg, form, rows), pages_per_layer, backend, core, topk_form, number)
-
-
-def decode_attend(
-    cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int, number: int = 0
-) -> Attend:
-    """Attends in decode, as `prefill_attend` does in prefill; `heads` is the number of heads on this device."""
-    core = decode_core(cfg, batch, pages_per_layer, backend, heads)
-    if not cfg.index_layers:
-        return attend_after_write(cfg, decode_cache_positions(batch, cfg), pages_per_layer, backend, core)
-    rows = decode_rows(batch, cfg)
-    topk_form, use_topk = (
-        copying_form(cfg, rows, pages_per_layer, backend),
-        _use_topk(cfg, _effective_form(cfg, batch), rows),
-    )
-    return sparse_attend(cfg, rows, use_topk, pages_per_layer, backend, core, topk_form, number)
+        core = row.core(step, batch)
+        if row.topk_form is not None:
+            topk_form = row.topk_form(step, batch)
+            most = batch.kv_capacity // step.cfg.page_size  # no request is longer
+            rows = dataclasses.replace(step.rows, page_table=step.rows.page_table[:, :most])
+            step = dataclasses.replace(step, rows=rows)
+    if not step.cfg.index_layers:
+        return attend_after_write(step, core)
+    return sparse_attend(step, _use_topk(step, form), core, topk_form or copying_form(step), number)
 
 
 def _effective_form(cfg: ModelConfig, batch: PrefillBatch | DecodeBatch) -> AttentionForm:
@@ -158,8 +134,8 @@ def _effective_form(cfg: ModelConfig, batch: PrefillBatch | DecodeBatch) -> Atte
     return AttentionForm.ABSORBED if may_use_topk and not needs_topk(cfg, most) else form
 
 
-def _use_topk(cfg: ModelConfig, form: AttentionForm, rows: Rows) -> bool | jax.Array:
-    return (rows.visible > cfg.index_topk).any() if form is AttentionForm.ANY else FORMS[form].use_topk
+def _use_topk(step: LatentStep, form: AttentionForm) -> bool | jax.Array:
+    return (step.rows.visible > step.cfg.index_topk).any() if form is AttentionForm.ANY else FORMS[form].use_topk
 
 
 def context_capacity(model: ModelConfig, peaks: Peaks, cache_dtype: str, tokens: int, split: int = 1) -> int:

@@ -102,17 +102,13 @@ def predict(
     mtp_logits, mtp_counts = (
         _mtp_chain(params, cfg, tokens, draft_input, backend, routed, fp8_products) if with_mtp else ((), [])
     )
+    parts = ([] if counts is None else [counts]) + [c[None] for c in mtp_counts]
     return ForwardOutput(
         hidden=hidden,
         logits=logits(params, cfg, hidden, backend),
         mtp_logits=mtp_logits,
-        expert_counts=_stack_counts(counts, mtp_counts),
+        expert_counts=jnp.concatenate(parts) if parts else None,
     )
-
-
-def _stack_counts(counts: jax.Array | None, mtp_counts: list[Any]) -> jax.Array | None:
-    parts = ([] if counts is None else [counts]) + [c[None] for c in mtp_counts]
-    return jnp.concatenate(parts) if parts else None
 
 
 def uncached_context(

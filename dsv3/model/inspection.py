@@ -15,21 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.config.model import ModelConfig
-from dsv3.model.decoder import (
-    LayerContext,
-    Stack,
-    add_experts,
-    attention_block,
-    choose_experts,
-    embed,
-    final_norm,
-    logits,
-    post_normed,
-    run_layer,
-    shared_expert,
-)
+from dsv3.model.decoder import DecoderLayer, Stack, embed, final_norm, logits
 from dsv3.model.forward import uncached_context
-from dsv3.model.layers.attention import Attend, LatentAttention, LayerPlace
+from dsv3.model.layers.attention import Attend, LatentAttention
 from dsv3.model.layers.hyper_connections import OneStream, Residual
 from dsv3.model.layers.linear import Numerics, plain_rows
 from dsv3.model.layers.router import router_logits
@@ -166,9 +154,7 @@ def _checked(
     return kept
 
 
-@jax.jit
-def _embed(params: Params, tokens: jax.Array) -> jax.Array:
-    return embed(params, tokens)
+_embed = jax.jit(embed)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "backend"))
@@ -208,29 +194,26 @@ def _layer(
     stack, context = Stack(layers, first), uncached_context(cfg, 1, x.shape[0], backend)
     assert isinstance(context.attention, LatentAttention)
     shown = dataclasses.replace(context.attention, attend=_shown_attend(cfg, last, backend))
-    context, place = dataclasses.replace(context, attention=shown), stack.place(index)
+    layer = DecoderLayer(stack, stack.place(index), dataclasses.replace(context, attention=shown))
     if layers.moe is None:
-        out, values, _ = run_layer(stack, place, context, OneStream(x), {})
+        out, values, _ = layer.run(OneStream(x), {})
     else:
-        out, values = _moe_layer(stack, place, context, OneStream(x))
+        out, values = _moe_layer(layer, OneStream(x))
     return out.flat(), values
 
 
-def _moe_layer(
-    stack: Stack, place: LayerPlace, context: LayerContext, x: Residual
-) -> tuple[Residual, dict[str, jax.Array]]:
-    """Runs a layer as `decoder.run_layer` does, and returns its router values too."""
-    block, values = attention_block(stack, place, context, x, {})
-    normed = post_normed(stack, place, context, block)
-    routing = choose_experts(stack, place, context, normed)
-    y, _ = context.routed(normed, routing, stack.experts(place, context.numerics))
+def _moe_layer(layer: DecoderLayer, x: Residual) -> tuple[Residual, dict[str, jax.Array]]:
+    """Runs a layer as `DecoderLayer.run` does, and returns its router values too."""
+    stack, place, numerics = layer.stack, layer.place, layer.context.numerics
+    block, values = layer.attention(x, {})
+    normed, routing = layer.choose_experts(block)
+    y, _ = layer.context.routed(normed, routing, layer.experts)
     shown = {
-        "router_logits": router_logits(plain_rows(normed), stack.moe.router, place.layer, context.numerics.backend),
+        "router_logits": router_logits(plain_rows(normed), stack.moe.router, place.layer, numerics.backend),
         "expert_ids": routing.ids,
         "expert_weights": routing.weights,
     }
-    shared = shared_expert(stack, place, context, normed)
-    return add_experts(stack, place, context, block, y, shared), values | shown
+    return layer.add_experts(block, y, layer.shared_expert(normed)), values | shown
 
 
 def _shown_attend(cfg: ModelConfig, last: jax.Array | None, backend: Backend | None) -> Attend:

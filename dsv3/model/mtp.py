@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv3.model.decoder import LayerContext, Stack, embed, norm, run_layer
+from dsv3.model.decoder import DecoderLayer, LayerContext, Stack, embed, norm
 from dsv3.model.layers.experts import RouterStats
 from dsv3.model.layers.hyper_connections import OneStream, Residual, residual_of
 from dsv3.model.layers.linear import layer_slice
@@ -62,7 +62,7 @@ def predict(
         projected = dense.plain_gemm(both, layer_slice(mtp.proj, depth), backend=backend)
     stack = Stack(mtp.layers, cfg.num_hidden_layers, placement)
     x = residual_of(cfg, projected.reshape(before.shape))
-    x, state, router_stats = run_layer(stack, stack.place(depth), context, x, state)
+    x, state, router_stats = DecoderLayer(stack, stack.place(depth), context).run(x, state)
     mixing = jax.tree.map(lambda a: a[depth], mtp.head_mixing)
     hidden = norm(x.end(mixing, cfg, backend), mtp.norm, depth, context)
     return hidden, draft_input(x, hidden), state, router_stats

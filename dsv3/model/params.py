@@ -264,14 +264,19 @@ def declare(cfg: ModelConfig) -> Params:
     """Returns the parameter tree of `cfg` with a `ParamSpec` at every leaf."""
     D, W = cfg.hidden_size, cfg.vocab_size
     groups = {group.name: _layers(cfg, group.first, group.depth, moe=group.name == "moe") for group in cfg.layer_groups}
+    drafting: MtpParams | DSparkParams | None = None
+    if cfg.dspark is not None:
+        drafting = _dspark(cfg, cfg.dspark)
+    elif cfg.num_nextn_predict_layers:
+        drafting = _mtp(cfg, cfg.num_nextn_predict_layers)
     return Params(
         embed=ParamSpec((W, D), (None, "channels")),
         dense=groups.get("dense"),
         moe=groups.get("moe"),
         norm=ParamSpec((D,), (None,), "ones"),
         head=None if cfg.tie_word_embeddings else ParamSpec((W, D), ("vocab", None)),
-        mtp=_drafters(cfg),
-        head_mixing=_head_mixing(cfg),
+        mtp=drafting,
+        head_mixing=_mixing(cfg, at_head=True),
     )
 
 
@@ -341,28 +346,17 @@ def _compressor(Lc: int, D: int, d: int, ratio: int, series: int) -> CompressorP
     )
 
 
-def _mixing(cfg: ModelConfig, L: int) -> MixingParams | None:
-    """Declares the mixing of streams at one place of L layers; None where there is one stream."""
+def _mixing(cfg: ModelConfig, *layers: int, at_head: bool = False) -> MixingParams | None:
+    """Declares the mixing of streams at one place of so many `layers`, or behind the last one; None for one stream."""
     if cfg.hyper_connections is None:
         return None
     n = cfg.hyper_connections.streams
-    return MixingParams(*_mixing_specs((L,), n * (n + 2), n * cfg.hidden_size, 3))
-
-
-def _head_mixing(cfg: ModelConfig, *modules: int) -> MixingParams | None:
-    """Declares the mixing behind the last layer, or behind each of so many `modules`."""
-    if cfg.hyper_connections is None:
-        return None
-    n = cfg.hyper_connections.streams
-    return MixingParams(*_mixing_specs(modules, n, n * cfg.hidden_size, 1))
-
-
-def _mixing_specs(lead: tuple[int, ...], rows: int, width: int, scales: int) -> tuple[ParamSpec, ParamSpec, ParamSpec]:
-    layers: tuple[Axis, ...] = tuple("layers" for _ in lead)
-    return (
-        ParamSpec((*lead, rows, width), (*layers, None, None), dtype=jnp.float32),
-        ParamSpec((*lead, rows), (*layers, None), "zeros", dtype=jnp.float32),
-        ParamSpec((*lead, scales), (*layers, None), "ones", dtype=jnp.float32),
+    rows, scales = (n, 1) if at_head else (n * (n + 2), 3)
+    axes: tuple[Axis, ...] = tuple("layers" for _ in layers)
+    return MixingParams(
+        weight=ParamSpec((*layers, rows, n * cfg.hidden_size), (*axes, None, None), dtype=jnp.float32),
+        base=ParamSpec((*layers, rows), (*axes, None), "zeros", dtype=jnp.float32),
+        scale=ParamSpec((*layers, scales), (*axes, None), "ones", dtype=jnp.float32),
     )
 
 
@@ -400,13 +394,6 @@ def _moe(cfg: ModelConfig, first: int, L: int) -> MoeParams:
     )
 
 
-def _drafters(cfg: ModelConfig) -> MtpParams | DSparkParams | None:
-    """Declares the layers that make drafts."""
-    if cfg.dspark is not None:
-        return _dspark(cfg, cfg.dspark)
-    return _mtp(cfg, cfg.num_nextn_predict_layers) if cfg.num_nextn_predict_layers else None
-
-
 def _dspark(cfg: ModelConfig, dspark: DSparkConfig) -> DSparkParams:
     D, W, r = cfg.hidden_size, cfg.vocab_size, dspark.markov_rank
     return DSparkParams(
@@ -414,7 +401,7 @@ def _dspark(cfg: ModelConfig, dspark: DSparkConfig) -> DSparkParams:
         main_norm=_norm(1, D),
         layers=_layers(cfg, cfg.num_hidden_layers, dspark.stages, moe=True),
         norm=_norm(1, D),
-        head_mixing=_head_mixing(cfg),
+        head_mixing=_mixing(cfg, at_head=True),
         markov_embed=ParamSpec((W, r), (None, None)),
         markov_head=ParamSpec((W, r), ("vocab", None)),
         confidence=ParamSpec((1, D + r), (None, None)),
@@ -429,7 +416,7 @@ def _mtp(cfg: ModelConfig, L: int) -> MtpParams:
         proj=ParamSpec((L, D, 2 * D), ("layers", None, None)),
         layers=_layers(cfg, cfg.num_hidden_layers, L, moe=True),
         norm=_norm(L, D),
-        head_mixing=_head_mixing(cfg, L),
+        head_mixing=_mixing(cfg, L, at_head=True),
     )
 
 

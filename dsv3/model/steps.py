@@ -9,13 +9,12 @@ import jax.numpy as jnp
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import Pool, pages_per_layer
 from dsv3.model import mtp
-from dsv3.model.batch import DecodeBatch, PrefillBatch, split_decode, split_prefill
+from dsv3.model.batch import DecodeBatch, PrefillBatch, StepRows, split_decode, split_prefill
 from dsv3.model.decoder import LayerContext, MoeLayers, embed, final_norm, run_decoder
-from dsv3.model.forms import decode_attend, prefill_attend
-from dsv3.model.layers.attention import Attention, LatentAttention, decode_positions
-from dsv3.model.layers.cache_rows import StepRows
+from dsv3.model.forms import paged_attend
+from dsv3.model.layers.attention import Attention, LatentAttention, LatentStep
 from dsv3.model.layers.compressed_attention import EntryAttention
-from dsv3.model.layers.compressed_paged import SplitState, decode_attend_compressed, prefill_attend_compressed
+from dsv3.model.layers.compressed_paged import SplitState, paged_attend_compressed
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts, RouterStats
 from dsv3.model.layers.hyper_connections import Residual, start
 from dsv3.model.layers.linear import Numerics
@@ -175,11 +174,9 @@ def _run(
 ) -> tuple[tuple[Residual, ...], Any, RouterStats | None]:
     """Runs all layers on the micro-batches of a step; returns residuals, pages and router statistics."""
     assert replayed is None or len(batches) == 1, "replayed experts are not split"
-    contexts = tuple(_context(cfg, part, pages, backend, routed, n) for n, part in enumerate(batches))
-    if replayed is not None:
-        contexts = (dataclasses.replace(contexts[0], replayed=replayed),)
-    if batches[0].returns_routed_experts:
-        contexts = tuple(dataclasses.replace(context, returns_routed_experts=True) for context in contexts)
+    found = (_context(cfg, part, pages, backend, routed, n) for n, part in enumerate(batches))
+    how: dict[str, Any] = {"replayed": replayed, "returns_routed_experts": batches[0].returns_routed_experts}
+    contexts = tuple(dataclasses.replace(context, **how) for context in found)
     x = tuple(start(cfg, embed(params, part.tokens.reshape(-1))) for part in batches)
     state = initial_state(cfg, pages, tuple(part.tokens.size for part in batches))
     if cfg.compressed is not None and len(batches) > 1 and isinstance(batches[0], PrefillBatch):
@@ -200,43 +197,22 @@ def _context(
 
     Rows whose token is below 0 are drafts that were not made: no later row reads them, and no expert computes them.
     """
-    attention, valid = _attention(cfg, batch, pages, backend, routed.shards.size, number)
-    tokens = batch.tokens.reshape(-1)
+    rows, tokens, shards = StepRows.of(batch), batch.tokens.reshape(-1), routed.shards.size
+    attention: Attention
+    if cfg.compressed is not None:
+        attention = EntryAttention.at(cfg, rows.positions, paged_attend_compressed(cfg, batch, rows, backend))
+    else:
+        step = LatentStep.of(cfg, rows, pages_per_layer(cfg, pages), backend)
+        attend = paged_attend(step, batch, cfg.num_attention_heads // shards, number)
+        attention = LatentAttention(cfg, rotation(cfg, rows.positions), attend)
     return LayerContext(
         cfg=cfg,
         attention=attention,
-        valid=valid & (tokens >= 0),
-        numerics=Numerics.from_config(cfg, backend, tokens.size // routed.shards.size),
+        valid=rows.valid & (tokens >= 0),
+        numerics=Numerics.from_config(cfg, backend, tokens.size // shards),
         routed=routed,
         tokens=tokens,
     )
-
-
-def _attention(
-    cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, pages: Pool, backend: Backend | None, shards: int, number: int
-) -> tuple[Attention, jax.Array]:
-    """Returns how the rows of a batch attend, and which of them are no padding, bool `[T]`."""
-    if cfg.compressed is not None:
-        return _entry_attention(cfg, batch, backend)
-    per_layer = pages_per_layer(cfg, pages)
-    if isinstance(batch, DecodeBatch):
-        positions, heads = decode_positions(batch).reshape(-1), cfg.num_attention_heads // shards
-        attend = decode_attend(cfg, batch, per_layer, backend, heads, number)
-        return LatentAttention(cfg, rotation(cfg, positions), attend), positions >= 0
-    attend = prefill_attend(cfg, batch, per_layer, backend, number)
-    valid = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32) < batch.cu_lengths[-1]
-    return LatentAttention(cfg, rotation(cfg, batch.positions), attend), valid
-
-
-def _entry_attention(
-    cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, backend: Backend | None
-) -> tuple[Attention, jax.Array]:
-    """Returns what `_attention` does of a model with compressed attention."""
-    if isinstance(batch, DecodeBatch):
-        rows, attend = StepRows.from_decode(batch), decode_attend_compressed(cfg, batch, backend)
-    else:
-        rows, attend = StepRows.from_prefill(batch), prefill_attend_compressed(cfg, batch, backend)
-    return EntryAttention.at(cfg, rows.positions, attend), rows.valid
 
 
 def _finish(

@@ -42,12 +42,10 @@ class Vocabulary:
 
     @property
     def devices(self) -> int:
-        """Number of devices that share the arrays."""
         return self.ranks * self.shards
 
     @property
     def table(self) -> AxisTable:
-        """The sharding table of the parameters."""
         return AXES if self.devices == 1 else dataclasses.replace(AXES, vocab=OF_NODE, channels=OF_NODE)
 
     def embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -41,6 +41,5 @@ class UnauthenticatedConnections:
                     displaced.shutdown(socket.SHUT_RDWR)  # its thread closes it
 
     def remove(self, connection: socket.socket) -> None:
-        """Removes a connection that has authenticated or was rejected."""
         with self._lock:
             self._addresses.pop(connection, None)

@@ -195,7 +195,6 @@ class CallGrammar:
 
 
 def _required(schema: Mapping[str, Any]) -> set[str]:
-    """Returns the names of the required arguments."""
     listed = schema.get("required", [])
     return {key for key in listed if isinstance(key, str)} if isinstance(listed, list) else set()
 

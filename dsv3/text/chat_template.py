@@ -131,7 +131,6 @@ class _TrackedMessage(dict[str, Any]):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns a field."""
         self._last[:] = [self._index]
         return super().get(key, default)
 

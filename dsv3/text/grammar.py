@@ -75,7 +75,6 @@ def schema_entry(schema: Mapping[str, Any], name: str, *, lenient: bool = False)
 
 
 def lark_entry(lark: str, name: str) -> Grammar:
-    """Returns the entry of a grammar in Lark's syntax."""
     return {"name": name, "lark_grammar": lark}
 
 

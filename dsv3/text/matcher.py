@@ -109,7 +109,6 @@ class Matcher:
         self.seen = 0
 
     def copy(self) -> "Matcher":
-        """Returns an independent copy in the same state."""
         copy = Matcher(self.inner.deep_copy())
         copy.seen = self.seen
         return copy
@@ -131,11 +130,6 @@ class Matcher:
     def is_over(self) -> bool:
         """Whether the answer must end; also true after an `error`."""
         return bool(self.inner.is_stopped())
-
-    @property
-    def may_end(self) -> bool:
-        """Whether the answer may end here."""
-        return bool(self.inner.is_accepting())
 
 
 def without_tokens(mask: np.ndarray, ids: Iterable[int]) -> np.ndarray:

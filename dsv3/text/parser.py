@@ -57,11 +57,10 @@ class MarkFinder:
 
     def __init__(self, spellings: Mapping[str, Mark], tags: bool):
         self._spellings = spellings
-        beginnings = [*spellings, *((*_TAG_BEGINNINGS, DSML) if tags else ())]
         self._pattern = re.compile("|".join([*map(re.escape, spellings), *([_TAG] if tags else [])]))
-        self._beginnings = beginnings
-        self._first_chars = frozenset(text[0] for text in beginnings)
-        self._longest = max(map(len, beginnings))
+        self._beginnings = [*spellings, *((*_TAG_BEGINNINGS, DSML) if tags else ())]
+        self._first_chars = frozenset(text[0] for text in self._beginnings)
+        self._longest = max(map(len, self._beginnings))
 
     def find(self, text: str, start: int) -> tuple[MarkMatch | None, int]:
         """Returns the first mark from `start` on and its position.
@@ -265,6 +264,10 @@ class AnswerParser:
         new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     ):
         self._format = form
+        self.marker_ids: Mapping[int, Mark] = form.marks_by_id
+        """The tokens that come as `SpecialToken`."""
+        self.text_ids = form.text_ids
+        """The tokens that are part of a tag: the parser needs their text, even where they are special."""
         self._state, self._then = state, then
         self._tools = tools
         self._new_id = new_id
@@ -281,16 +284,6 @@ class AnswerParser:
         """Complete calls that were emitted."""
         self.num_dropped = 0
         """Calls that were dropped: without a name, not requested, or more than allowed."""
-
-    @property
-    def marker_ids(self) -> Mapping[int, Mark]:
-        """The tokens that come as `SpecialToken`."""
-        return self._format.marks_by_id
-
-    @property
-    def text_ids(self) -> frozenset[int]:
-        """The tokens that are part of a tag: the parser needs their text, even where they are special."""
-        return self._format.text_ids
 
     @property
     def is_reasoning(self) -> bool:

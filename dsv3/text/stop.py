@@ -87,7 +87,6 @@ class StopMatcher:
 class StopStrings:
     """Finds stop strings and ends an answer at the first one, which is dropped unless `include`.
 
-
     A match that ends while `is_armed` is false is ordinary text. Markers count as their text; one in which a stop
     string ends is dropped.
     """

@@ -13,8 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from dsv3.files import read_json
-from dsv3.text.tiktoken_file import MAX_TOKEN_BYTES, VocabularyFileError, byte_pairs, require_all_bytes
+from dsv3.text.tiktoken_file import MAX_TOKEN_BYTES, TokenizerError, byte_pairs, read_object, require_all_bytes
 
 FILE = "tekken.json"
 CONFIG = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
@@ -29,52 +28,42 @@ def read_tekken(directory: Path, char_of_byte: Mapping[int, str]) -> tokenizers.
     `char_of_byte` maps each byte to its character in a byte-level BPE vocabulary.
 
     Raises:
-      VocabularyFileError: the file is damaged, its ranks have gaps, or a special token is out of range.
+      TokenizerError: the file is damaged, its ranks have gaps, or a special token is out of range.
     """
     path = directory / FILE
-    content = _read(path)
+    content = read_object(path)
     settings = content.get("config")
     if not isinstance(settings, dict) or not isinstance(settings.get("pattern"), str):
-        raise VocabularyFileError(f"{path}: config has no pattern")
+        raise TokenizerError(f"{path}: config has no pattern")
     size, count = (_number(path, settings, name) for name in ("default_vocab_size", "default_num_special_tokens"))
     if not 0 < count < size:
-        raise VocabularyFileError(f"{path}: {count} special tokens do not fit a vocabulary of {size}")
+        raise TokenizerError(f"{path}: {count} special tokens do not fit a vocabulary of {size}")
     ranks = _ranks(path, content.get("vocab"), size - count)
     special = _special_tokens(path, content.get("special_tokens"), count)
     try:
         tokenizer = byte_pairs(ranks, settings["pattern"], char_of_byte, special)
-    except VocabularyFileError as error:
-        raise VocabularyFileError(f"{path}: {error}") from None
+    except TokenizerError as error:
+        raise TokenizerError(f"{path}: {error}") from None
     tokenizer.add_tokens([AddedToken(marker, normalized=False, special=True) for marker in special])
     return tokenizer
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = read_json(path)
-    except (OSError, ValueError) as error:
-        raise VocabularyFileError(f"{path}: {error}") from None
-    if not isinstance(content, dict):
-        raise VocabularyFileError(f"{path}: expected an object, found {type(content).__name__}")
-    return content
 
 
 def _number(path: Path, settings: Mapping[str, Any], name: str) -> int:
     value = settings.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_TOKENS:
-        raise VocabularyFileError(f"{path}: config.{name} is {value!r}, expected an integer up to {_MAX_TOKENS}")
+        raise TokenizerError(f"{path}: config.{name} is {value!r}, expected an integer up to {_MAX_TOKENS}")
     return value
 
 
 def _ranks(path: Path, entries: Any, count: int) -> dict[bytes, int]:
     """Returns the first `count` byte strings with their ranks."""
     if not isinstance(entries, list) or len(entries) < count:
-        raise VocabularyFileError(f"{path}: vocab is not a list of {count} or more tokens")
+        raise TokenizerError(f"{path}: vocab is not a list of {count} or more tokens")
     ranks: dict[bytes, int] = {}
     for number, entry in enumerate(entries[:count]):
         token = _token(path, number, entry)
         if token in ranks:
-            raise VocabularyFileError(f"{path}: token {number} is a duplicate")
+            raise TokenizerError(f"{path}: token {number} is a duplicate")
         ranks[token] = number
     require_all_bytes(path, ranks)
     return ranks
@@ -85,24 +74,24 @@ def _token(path: Path, number: int, entry: Any) -> bytes:
     try:
         rank, token = entry["rank"], base64.b64decode(entry["token_bytes"], validate=True)
     except (KeyError, TypeError, ValueError, binascii.Error):
-        raise VocabularyFileError(f"{path}: vocab[{number}] has no rank and token_bytes in base64") from None
+        raise TokenizerError(f"{path}: vocab[{number}] has no rank and token_bytes in base64") from None
     if rank != number or not 0 < len(token) <= MAX_TOKEN_BYTES:
-        raise VocabularyFileError(f"{path}: vocab[{number}] has rank {rank!r} and {len(token)} bytes")
+        raise TokenizerError(f"{path}: vocab[{number}] has rank {rank!r} and {len(token)} bytes")
     return token
 
 
 def _special_tokens(path: Path, entries: Any, count: int) -> list[str]:
     """Returns the special tokens of the ids 0 to `count` - 1; those without a text are named as in Mistral's code."""
     if not isinstance(entries, list):
-        raise VocabularyFileError(f"{path}: special_tokens is not a list; files older than version 7 are not supported")
+        raise TokenizerError(f"{path}: special_tokens is not a list; files older than version 7 are not supported")
     special = {i: f"<SPECIAL_{i}>" for i in range(count)}
     for number, entry in enumerate(entries):
         rank, text = (entry.get("rank"), entry.get("token_str")) if isinstance(entry, dict) else (None, None)
         if not isinstance(rank, int) or isinstance(rank, bool) or rank not in special:
-            raise VocabularyFileError(f"{path}: special_tokens[{number}] has rank {rank!r}, expected 0 to {count - 1}")
+            raise TokenizerError(f"{path}: special_tokens[{number}] has rank {rank!r}, expected 0 to {count - 1}")
         if not isinstance(text, str) or not text:
-            raise VocabularyFileError(f"{path}: special_tokens[{number}] has no token_str")
+            raise TokenizerError(f"{path}: special_tokens[{number}] has no token_str")
         special[rank] = text
     if len(set(special.values())) < count:
-        raise VocabularyFileError(f"{path}: special_tokens has a duplicate")
+        raise TokenizerError(f"{path}: special_tokens has a duplicate")
     return list(special.values())

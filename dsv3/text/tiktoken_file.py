@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from dsv3.files import open_regular
+from dsv3.files import open_regular, read_json
 
 FILE = "tiktoken.model"
 _MAX_BYTES = 2**26
@@ -39,8 +39,8 @@ _PATTERN = "|".join(
 """The pattern of Kimi-K2 and Moonlight, for directories without their code."""
 
 
-class VocabularyFileError(ValueError):
-    """A file of a tokenizer is invalid."""
+class TokenizerError(ValueError):
+    """The tokenizer's files are invalid, or a text cannot be encoded."""
 
 
 def read_tiktoken(directory: Path, config: Mapping[str, Any], char_of_byte: Mapping[int, str]) -> tokenizers.Tokenizer:
@@ -51,15 +51,26 @@ def read_tiktoken(directory: Path, config: Mapping[str, Any], char_of_byte: Mapp
       char_of_byte: maps each byte to its character in a byte-level BPE vocabulary.
 
     Raises:
-      VocabularyFileError: the file is damaged, its ranks have gaps, or a special token has an id out of range.
+      TokenizerError: the file is damaged, its ranks have gaps, or a special token has an id out of range.
     """
     ranks = read_ranks(directory / FILE)
     try:
         tokenizer = byte_pairs(ranks, own_pattern(directory) or _PATTERN, char_of_byte)
-    except VocabularyFileError as error:
-        raise VocabularyFileError(f"{directory}: {error}") from None
+    except TokenizerError as error:
+        raise TokenizerError(f"{directory}: {error}") from None
     tokenizer.add_tokens(list(_special_tokens(config, len(ranks))))
     return tokenizer
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; raises TokenizerError where there is none."""
+    try:
+        value = read_json(path)
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path}: expected an object, found {type(value).__name__}")
+    return value
 
 
 def byte_pairs(
@@ -67,12 +78,12 @@ def byte_pairs(
 ) -> tokenizers.Tokenizer:
     """Returns byte-level BPE that merges by `ranks` within the parts that `pattern` splits text into.
 
-    Ids are those of the `special` tokens, from 0 on, and then the ranks. Raises VocabularyFileError for an invalid
+    Ids are those of the `special` tokens, from 0 on, and then the ranks. Raises TokenizerError for an invalid
     pattern, and for a special token that is also an ordinary one.
     """
     texts = {token: "".join(map(char_of_byte.__getitem__, token)) for token in ranks}
     if both := sorted(set(special) & set(texts.values())):
-        raise VocabularyFileError(f"the special token {both[0]!r} is also an ordinary token")
+        raise TokenizerError(f"the special token {both[0]!r} is also an ordinary token")
     vocabulary = {token: number for number, token in enumerate(special)}
     vocabulary |= {texts[token]: len(special) + rank for token, rank in ranks.items()}
     merges = [(texts[left], texts[right]) for left, right in pairs(ranks)]
@@ -80,7 +91,7 @@ def byte_pairs(
     try:
         cut = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     except Exception as error:  # the library raises bare Exception
-        raise VocabularyFileError(f"the pattern that splits text is invalid: {error}") from None
+        raise TokenizerError(f"the pattern that splits text is invalid: {error}") from None
     whole_pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, whole_pieces])
     tokenizer.decoder = decoders.ByteLevel()
@@ -91,30 +102,30 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     """Returns the byte strings of a tiktoken.model with their ranks, in the order of these.
 
     Raises:
-      VocabularyFileError: the file is invalid or too long, or its ranks are not 0, 1, 2 and so on.
+      TokenizerError: the file is invalid or too long, or its ranks are not 0, 1, 2 and so on.
     """
     try:
         with open_regular(path) as file:
             content = file.read(_MAX_BYTES + 1)
     except OSError as error:
-        raise VocabularyFileError(f"{path}: cannot be read: {error.strerror}") from None
+        raise TokenizerError(f"{path}: cannot be read: {error.strerror}") from None
     if len(content) > _MAX_BYTES:
-        raise VocabularyFileError(f"{path}: is longer than {_MAX_BYTES} bytes")
+        raise TokenizerError(f"{path}: is longer than {_MAX_BYTES} bytes")
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(filter(None, content.splitlines())):
         token, rank = _line(path, line)
         if rank != number or token in ranks:
-            raise VocabularyFileError(f"{path}: line {number + 1} has rank {rank}, or a duplicate token")
+            raise TokenizerError(f"{path}: line {number + 1} has rank {rank}, or a duplicate token")
         ranks[token] = rank
     require_all_bytes(path, ranks)
     return ranks
 
 
 def require_all_bytes(path: Path, ranks: Mapping[bytes, int]) -> None:
-    """Raises VocabularyFileError where a single byte has no rank: text with it could not be encoded."""
+    """Raises TokenizerError where a single byte has no rank: text with it could not be encoded."""
     missing = [value for value in range(256) if bytes([value]) not in ranks]
     if missing:
-        raise VocabularyFileError(f"{path}: {len(missing)} single bytes have no rank, such as {missing[0]}")
+        raise TokenizerError(f"{path}: {len(missing)} single bytes have no rank, such as {missing[0]}")
 
 
 def _line(path: Path, line: bytes) -> tuple[bytes, int]:
@@ -122,9 +133,9 @@ def _line(path: Path, line: bytes) -> tuple[bytes, int]:
     try:
         read = base64.b64decode(token, validate=True), int(rank)
     except (binascii.Error, ValueError):
-        raise VocabularyFileError(f"{path}: {line[:80]!r} is not a token in base64 with its rank") from None
+        raise TokenizerError(f"{path}: {line[:80]!r} is not a token in base64 with its rank") from None
     if not 0 < len(read[0]) <= MAX_TOKEN_BYTES:
-        raise VocabularyFileError(f"{path}: a token has {len(read[0])} bytes, not 1 to {MAX_TOKEN_BYTES}")
+        raise TokenizerError(f"{path}: a token has {len(read[0])} bytes, not 1 to {MAX_TOKEN_BYTES}")
     return read
 
 
@@ -154,14 +165,13 @@ def own_pattern(directory: Path) -> str | None:
 
 def _literal(node: ast.expr) -> str | None:
     """Returns a string literal, or `"|".join([...])` of literals; None for anything else."""
-    merge_deltas = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "join"
     try:
-        if not merge_deltas:
-            value = ast.literal_eval(node)
-        else:
-            assert isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-            value = ast.literal_eval(node.func.value).join(ast.literal_eval(node.args[0]))
-    except (ValueError, TypeError, AttributeError, IndexError):
+        match node:
+            case ast.Call(func=ast.Attribute(value=separator, attr="join"), args=[parts, *_]):
+                value = ast.literal_eval(separator).join(ast.literal_eval(parts))
+            case _:
+                value = ast.literal_eval(node)
+    except (ValueError, TypeError, AttributeError):
         return None
     return value if isinstance(value, str) else None
 
@@ -170,10 +180,10 @@ def _special_tokens(config: Mapping[str, Any], first: int) -> Iterator[AddedToke
     """Yields the special tokens from the id `first` on; those without a text are named as in the models' code."""
     named = config.get("added_tokens_decoder") or {}
     if not isinstance(named, dict):
-        raise VocabularyFileError("tokenizer_config.json: added_tokens_decoder is not an object")
+        raise TokenizerError("tokenizer_config.json: added_tokens_decoder is not an object")
     wrong = [i for i in named if not (isinstance(i, str) and i.isdigit() and first <= int(i) < first + _RESERVED)]
     if wrong:
-        raise VocabularyFileError(
+        raise TokenizerError(
             f"tokenizer_config.json: special token {wrong[0]!r} is not an id from {first} to {first + _RESERVED - 1}"
         )
     for i in range(first, first + _RESERVED):

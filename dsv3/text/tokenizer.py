@@ -13,16 +13,13 @@ from typing import Any, Self
 
 import tokenizers
 
-from dsv3.files import IS_POINTER, is_pointer, open_regular, read_json
+from dsv3.files import IS_POINTER, is_pointer, open_regular
 from dsv3.text import deepseek_v4, deepseek_v32, tekken_file, tiktoken_file
 from dsv3.text.encoder_file import EncoderFileError, read_constants
 from dsv3.text.special_tokens import SpecialTokens
+from dsv3.text.tiktoken_file import TokenizerError
 
 _PART_CHARS = 64 * 1024
-
-
-class TokenizerError(ValueError):
-    """The tokenizer's files are invalid, or a text cannot be encoded."""
 
 
 class TokenizerNotFound(TokenizerError):
@@ -33,7 +30,7 @@ class Tokenizer:
     """Byte-level BPE tokenizer with the special tokens and the chat template that came with it.
 
     `vocab_size` counts the ids the tokenizer knows (0 .. vocab_size - 1, with possible gaps); a model's logits may be
-    wider. `special` are the special tokens that it reads in their hidden form; empty but for `hiding_special_tokens`.
+    wider. `markers` are the special tokens that it reads in their hidden form; none but for `hiding_special_tokens`.
     """
 
     def __init__(
@@ -188,13 +185,10 @@ def _from_json(path: Path) -> tokenizers.Tokenizer | None:
 
 def _converted(directory: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     """Converts a tokenizer of another format."""
-    try:
-        if (directory / tiktoken_file.FILE).is_file():
-            return tiktoken_file.read_tiktoken(directory, config, _CHAR_OF_BYTE)
-        if (directory / tekken_file.FILE).is_file():
-            return tekken_file.read_tekken(directory, _CHAR_OF_BYTE)
-    except tiktoken_file.VocabularyFileError as error:
-        raise TokenizerError(str(error)) from None
+    if (directory / tiktoken_file.FILE).is_file():
+        return tiktoken_file.read_tiktoken(directory, config, _CHAR_OF_BYTE)
+    if (directory / tekken_file.FILE).is_file():
+        return tekken_file.read_tekken(directory, _CHAR_OF_BYTE)
     files = f"tokenizer.json, {tiktoken_file.FILE} and {tekken_file.FILE}"
     raise TokenizerNotFound(f"{directory} has none of {files}: prompts must be token ids")
 
@@ -225,15 +219,7 @@ def _require_byte_level(backend: tokenizers.Tokenizer) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = read_json(path)
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path}: {error}") from None
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path}: expected an object, found {type(value).__name__}")
-    return value
+    return tiktoken_file.read_object(path) if path.is_file() else {}
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

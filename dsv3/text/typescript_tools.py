@@ -78,8 +78,7 @@ def _object(schema: Mapping[str, Any], indent: str, scope: _SchemaScope) -> str:
     if others is not None:
         kind = {True: "any", False: "never"}[others] if isinstance(others, bool) else None
         fields.append(f"{indent}{_INDENT}[k: string]: {kind or _type(others, indent + _INDENT, scope)}")
-    merge_deltas = ",\n".join(fields)
-    return f"{{\n{merge_deltas}\n{indent}}}" if fields else "{}"
+    return "{\n" + ",\n".join(fields) + f"\n{indent}}}" if fields else "{}"
 
 
 def _fields(schema: Mapping[str, Any], names: Sequence[str], indent: str, scope: _SchemaScope) -> Iterator[str]:
@@ -146,5 +145,4 @@ def _comments(schema: Any, indent: str) -> str:
 
 def _comment(text: str, indent: str) -> str:
     """Returns a text as comment lines; empty lines stay empty."""
-
     return "".join(f"{indent}// {line}\n" if line else "\n" for line in text.split("\n")) if text else ""

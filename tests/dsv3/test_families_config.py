@@ -254,6 +254,8 @@ def test_queries_that_grow() -> None:
     assert from_hf(changed(MISTRAL, text_config__rope_parameters__llama_4_scaling_beta=DELETE)).query_scaling is None
 
 
+BLOCKS = json.loads((DIRECTORY / "mistral_large_3" / "params.json").read_text())
+WEIGHTS = "quantization_config__config_groups__group_0__weights"
 REFUSED_PARAMS = [
     (changed(LARGE, moe=DELETE), "only Mistral's models with kv_lora_rank and moe"),
     (changed(LARGE, kv_lora_rank=DELETE), "only Mistral's models with kv_lora_rank and moe"),
@@ -263,6 +265,9 @@ REFUSED_PARAMS = [
     (changed(LARGE, yarn__apply_scale=True), "params.json: yarn.apply_scale is True, but must be False"),
     (changed(LARGE, llama_4_scaling__original_max_position_embeddings=4096), "must be that of yarn"),
     (changed(LARGE, quantization__qformat_weight="nvfp4"), "params.json: quantization.qformat_weight is 'nvfp4'"),
+    (changed(BLOCKS, quantization_config__transform_config={"R1": 1}), "transform_config is {'R1': 1}, but must be {}"),
+    (changed(BLOCKS, **{f"{WEIGHTS}__symmetric": False}), "weights.symmetric is False, but must be True"),
+    (changed(BLOCKS, **{f"{WEIGHTS}__levels": 1}), "weights.levels is not a known field"),
     (changed(LARGE, dim="7168"), "params.json: hidden_size is '7168'"),
     (changed(LARGE, moe__num_expert_groups=2, moe__num_expert_groups_per_tok=2), "n_group is 2, but must be 1"),
 ]

@@ -13,9 +13,9 @@ import pytest
 from configs.deepseek_v4 import DEEPSEEK_V4_FLASH as V4
 from dsv3.kv_cache.layout import pool
 from dsv3.model import DecodeBatch
-from dsv3.model.layers.attention import LayerPlace
-from dsv3.model.layers.compressed_attention import CompressedTokens
-from dsv3.model.layers.compressed_paged import decode_attend_compressed
+from dsv3.model.batch import StepRows
+from dsv3.model.layers.attention import LayerPlace, Projected
+from dsv3.model.layers.compressed_paged import paged_attend_compressed
 from dsv3.model.layers.router import route
 from dsv3.model.params import CompressedAttentionParams
 from pallas_kernels import backend, compressed, dense, dsa, fp8, gpus, grouped, heads, mixing, mla, rows
@@ -49,9 +49,10 @@ def entries_of_a_layer(backend: Backend | None) -> jax.Array:
     counts, width = jnp.ones(1, I32), V4.latent_dim
     batch = DecodeBatch(jnp.ones((1, 1), I32), counts, counts[None], window_table=counts[None], slots=counts)
     pages = {name: jnp.zeros(a.shape, a.dtype) for name, a in pool(V4, "bfloat16", 2, 2, 2).items()}
-    tokens = CompressedTokens(jnp.ones((1, 2, width), F32), jnp.ones((1, width), BF16), None, None)
+    tokens = Projected(jnp.ones((1, 2, width), F32), jnp.ones((1, width), BF16))
     params = CompressedAttentionParams(*[None] * 4, jnp.ones((1, 2)), *[None] * 5)
-    return decode_attend_compressed(V4, batch, backend)(tokens, params, LayerPlace(0, 0), pages)[1]["window_latents"]
+    attend = paged_attend_compressed(V4, batch, StepRows.of(batch), backend)
+    return attend(tokens, params, LayerPlace(0, 0), pages)[1]["window_latents"]
 
 
 # Each operation: the backend that has kernels for it, its call, and its operands.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.config.model import ModelConfig
-from dsv3.model.decoder import Stack, run_layer
+from dsv3.model.decoder import DecoderLayer, Stack
 from dsv3.model.forward import predict, uncached_context
 from dsv3.model.layers.experts import RoutedExperts
 from dsv3.model.layers.hyper_connections import residual_of
@@ -164,7 +164,7 @@ def compute(
         layer_counts, residual = [], residual_of(cfg, x)
         for layer in weights.layers:
             stack = Stack(layer, 0)
-            residual, _, router_stats = run_layer(stack, stack.place(0), context, residual, None)
+            residual, _, router_stats = DecoderLayer(stack, stack.place(0), context).run(residual, None)
             layer_counts += [] if router_stats is None else [router_stats.counts]
         counts = jnp.stack(layer_counts) if layer_counts else None
         if not stage.last:

@@ -8,7 +8,7 @@ from typing import Any
 from dsv3.config.hugging_face import deepseek_v4
 from dsv3.config.hugging_face.fields import MEANINGLESS, ConfigError, Fields, Wrapper, end_tokens, text_config
 from dsv3.config.hugging_face.quantization import read_quantization
-from dsv3.config.hugging_face.rotary import Rotary, read_mistral_rotary, read_rotary
+from dsv3.config.hugging_face.rotary import read_mistral_rotary, read_rotary
 from dsv3.config.model import IndexerConfig, ModelConfig
 from pallas_kernels.int4 import RUN
 
@@ -30,6 +30,14 @@ _FIXED: dict[str, Any] = {
 }
 
 
+_INTEGERS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim"),
+    *("qk_rope_head_dim", "v_head_dim", "intermediate_size", "moe_intermediate_size", "n_routed_experts"),
+    *("num_experts_per_tok", "max_position_embeddings"),
+)
+"""Fields of `ModelConfig` that a file must have under the same names."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """How the config.json of one `model_type` is read.
@@ -46,7 +54,7 @@ class Family:
     renormalizes: bool = True
     may_renormalize: bool = True
     one_group: bool = False
-    rotary: Callable[[Fields], Rotary] = read_rotary
+    rotary: Callable[[Fields], dict[str, Any]] = read_rotary
     per_tensor_fp8: bool = False
     post_moe_norm: bool = False
     indexer_interleaved: bool | None = None
@@ -61,21 +69,11 @@ def read(fields: Fields, family: Family) -> ModelConfig:
     """
     for name, value in (_FIXED | dict(family.fixed)).items():
         fields.one_of(name, (value,), value)
-    rotary = family.rotary(fields)
+    rotary, interleaved = family.rotary(fields), family.indexer_interleaved
+    same: dict[str, Any] = {name: fields.integer(name) for name in _INTEGERS}
     cfg = ModelConfig(
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=fields.integer("hidden_size"),
-        num_hidden_layers=fields.integer("num_hidden_layers"),
-        num_attention_heads=fields.integer("num_attention_heads"),
-        kv_lora_rank=fields.integer("kv_lora_rank"),
+        **same,
         q_lora_rank=fields.explicit_null_or_integer("q_lora_rank"),
-        qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
-        qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
-        v_head_dim=fields.integer("v_head_dim"),
-        intermediate_size=fields.integer("intermediate_size"),
-        moe_intermediate_size=fields.integer("moe_intermediate_size"),
-        n_routed_experts=fields.integer("n_routed_experts"),
-        num_experts_per_tok=fields.integer("num_experts_per_tok"),
         n_shared_experts=fields.integer("n_shared_experts", 0, least=0),
         n_group=fields.integer("n_group", 1),
         topk_group=fields.integer("topk_group", 1),
@@ -83,16 +81,13 @@ def read(fields: Fields, family: Family) -> ModelConfig:
         first_k_dense_replace=_dense_layers(fields),
         num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, least=0),
         rms_norm_eps=fields.number("rms_norm_eps"),
-        max_position_embeddings=fields.integer("max_position_embeddings"),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         bos_token_id=fields.token_ids("bos_token_id", single=True)[0] if fields.has("bos_token_id") else None,
         eos_token_ids=fields.token_ids("eos_token_id"),
-        rope_theta=rotary.theta,
-        yarn=rotary.yarn,
-        query_scaling=rotary.query_scaling,
         post_moe_norm=family.post_moe_norm,
-        indexer=_indexer(fields, family),
-        **read_quantization(fields, per_tensor=family.per_tensor_fp8)._asdict(),
+        indexer=None if interleaved is None else read_indexer(fields, interleaved=interleaved),
+        **rotary,
+        **read_quantization(fields, per_tensor=family.per_tensor_fp8),
         **_router(fields, family),
     )
     _check_consistent(fields, cfg)
@@ -102,11 +97,6 @@ def read(fields: Fields, family: Family) -> ModelConfig:
     fields.get("model_type")
     fields.finish(MEANINGLESS)
     return cfg
-
-
-def _indexer(fields: Fields, family: Family) -> IndexerConfig | None:
-    interleaved = family.indexer_interleaved
-    return None if interleaved is None else read_indexer(fields, interleaved=interleaved)
 
 
 def _router(fields: Fields, family: Family) -> dict[str, Any]:

@@ -32,6 +32,14 @@ _FIXED: dict[str, Any] = {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
+_INTEGERS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "q_lora_rank", "n_routed_experts"),
+    *("num_experts_per_tok", "max_position_embeddings"),
+)
+_NUMBERS = ("routed_scaling_factor", "rms_norm_eps", "swiglu_limit")
+_ALSO = ("qk_rope_head_dim", "moe_intermediate_size", "num_hash_layers", "rope_theta", "bos_token_id")
+"""Fields of `ModelConfig` that the published form has under the same names: these, which `read` checks otherwise."""
+
 _OF_TRAINING = frozenset({"router_aux_loss_coef", "router_jitter_noise"})
 _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 _RATES = {_SPARSE: 4, _HEAVY: 128}
@@ -51,28 +59,21 @@ def read(fields: Fields) -> ModelConfig:
     dspark = _dspark(fields, beyond)
     moe_width = fields.integer("moe_intermediate_size")
     fields.one_of("intermediate_size", (moe_width,), moe_width)
+    same: dict[str, Any] = {name: fields.integer(name) for name in _INTEGERS}
+    same |= {name: fields.number(name) for name in _NUMBERS}
     cfg = ModelConfig(
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=fields.integer("hidden_size"),
-        num_hidden_layers=fields.integer("num_hidden_layers"),
-        num_attention_heads=fields.integer("num_attention_heads"),
+        **same,
         kv_lora_rank=width - rotated,
-        q_lora_rank=fields.integer("q_lora_rank"),
         qk_nope_head_dim=width - rotated,
         qk_rope_head_dim=rotated,
         v_head_dim=width,
         intermediate_size=0,
         moe_intermediate_size=moe_width,
-        n_routed_experts=fields.integer("n_routed_experts"),
-        num_experts_per_tok=fields.integer("num_experts_per_tok"),
         scoring_func="sqrtsoftplus",
-        routed_scaling_factor=fields.number("routed_scaling_factor"),
         first_k_dense_replace=0,
         num_nextn_predict_layers=_modules(fields, beyond, dspark),
-        rms_norm_eps=fields.number("rms_norm_eps"),
         latent_norm_eps=fields.number("rms_norm_eps"),
         rope_theta=theta,
-        max_position_embeddings=fields.integer("max_position_embeddings"),
         bos_token_id=fields.token_ids("bos_token_id", single=True)[0] if fields.has("bos_token_id") else None,
         eos_token_ids=fields.token_ids("eos_token_id"),
         compressed=CompressedAttention(
@@ -96,10 +97,9 @@ def read(fields: Fields) -> ModelConfig:
             eps=fields.number("hc_eps"),
         ),
         num_hash_layers=_hash_layers(fields),
-        swiglu_limit=fields.number("swiglu_limit"),
         dspark=dspark,
         family=MODEL_TYPE,
-        **read_quantization(fields, fp4=True)._asdict(),
+        **read_quantization(fields, fp4=True),
     )
     fields.get("expert_dtype"), fields.get("bos_token_id"), fields.get("model_type")
     _check_consistent(fields, cfg)
@@ -117,14 +117,9 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
     config = _FIXED | {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": MODEL_TYPE,
-        "vocab_size": cfg.vocab_size,
-        "hidden_size": cfg.hidden_size,
-        "num_hidden_layers": cfg.num_hidden_layers,
+        **{name: getattr(cfg, name) for name in (*_INTEGERS, *_NUMBERS, *_ALSO)},
         "num_nextn_predict_layers": drafting,
-        "num_attention_heads": cfg.num_attention_heads,
         "head_dim": cfg.v_head_dim,
-        "qk_rope_head_dim": cfg.qk_rope_head_dim,
-        "q_lora_rank": cfg.q_lora_rank,
         "o_groups": attention.output_groups,
         "o_lora_rank": attention.output_rank,
         "compress_ratios": [*attention.ratios, *[0] * drafting],
@@ -136,16 +131,6 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
         "hc_mult": mixing.streams,
         "hc_sinkhorn_iters": mixing.sinkhorn_iterations,
         "hc_eps": mixing.eps,
-        "moe_intermediate_size": cfg.moe_intermediate_size,
-        "n_routed_experts": cfg.n_routed_experts,
-        "num_experts_per_tok": cfg.num_experts_per_tok,
-        "num_hash_layers": cfg.num_hash_layers,
-        "routed_scaling_factor": cfg.routed_scaling_factor,
-        "swiglu_limit": cfg.swiglu_limit,
-        "rms_norm_eps": cfg.rms_norm_eps,
-        "rope_theta": cfg.rope_theta,
-        "max_position_embeddings": cfg.max_position_embeddings,
-        "bos_token_id": cfg.bos_token_id,
         "eos_token_id": cfg.eos_token_ids[0] if len(cfg.eos_token_ids) == 1 else list(cfg.eos_token_ids) or None,
         "use_cache": True,
     }

@@ -14,7 +14,7 @@ from dsv3.config.hugging_face.deepseek import OF_MISTRAL, from_hf, indexer_to_hf
 from dsv3.config.hugging_face.fields import ConfigError, Fields
 from dsv3.config.hugging_face.names import text_name
 from dsv3.config.hugging_face.quantization import quantization_to_hf
-from dsv3.config.hugging_face.rotary import Rotary, mistral_rope_parameters
+from dsv3.config.hugging_face.rotary import mistral_rope_parameters
 from dsv3.config.model import ModelConfig
 from dsv3.files import MAX_JSON_BYTES, open_regular, parse_json, read_json
 
@@ -88,10 +88,9 @@ def _model_type(cfg: ModelConfig) -> str:
 
 
 def _rotary_to_hf(cfg: ModelConfig, model_type: str) -> dict[str, Any]:
-    if model_type != "mistral4":
-        return {"rope_scaling": None if cfg.yarn is None else {"type": "yarn", **dataclasses.asdict(cfg.yarn)}}
-    rotary = Rotary(cfg.rope_theta, cfg.yarn, cfg.query_scaling)
-    return {"rope_parameters": mistral_rope_parameters(rotary, cfg.qk_rope_head_dim / cfg.qk_head_dim)}
+    if model_type == "mistral4":
+        return {"rope_parameters": mistral_rope_parameters(cfg)}
+    return {"rope_scaling": None if cfg.yarn is None else {"type": "yarn", **dataclasses.asdict(cfg.yarn)}}
 
 
 def _refuse_unsayable(cfg: ModelConfig, model_type: str) -> None:

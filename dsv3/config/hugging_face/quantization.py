@@ -1,6 +1,6 @@
 """How a file says that weights are quantized: FP8 in blocks or whole tensors, or routed experts in INT4."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from dsv3.config.hugging_face.fields import Fields
 from dsv3.config.model import Fp8Config, ModelConfig
@@ -12,16 +12,8 @@ _MEANINGLESS = frozenset({"observer", "observer_kwargs", "scale_dtype", "zp_dtyp
 _OF_THE_WRITER = frozenset({"version", "global_compression_ratio"})
 
 
-class Quantization(NamedTuple):
-    """What a file says of the types of weights, as the fields of `ModelConfig` that they are."""
-
-    fp8: Fp8Config | None = None
-    int4_experts: bool = False
-    fp4_experts: bool = False
-
-
-def read_quantization(fields: Fields, *, per_tensor: bool = False, fp4: bool = False) -> Quantization:
-    """Reads `quantization_config`; where there is none nothing is quantized.
+def read_quantization(fields: Fields, *, per_tensor: bool = False, fp4: bool = False) -> dict[str, Any]:
+    """Reads `quantization_config` as fields of `ModelConfig`: `fp8`, `int4_experts`, `fp4_experts`; none without it.
 
     With `fp4` the form is DeepSeek-V4's: routed experts are FP4 where no `expert_dtype`, beside or inside of it, says
     otherwise. With `per_tensor` an FP8 weight may have one scale instead of one per block of 128 x 128. Activations are
@@ -29,7 +21,7 @@ def read_quantization(fields: Fields, *, per_tensor: bool = False, fp4: bool = F
     """
     quantization = fields.object("quantization_config")
     if quantization is None:
-        return Quantization()
+        return {}
     method = quantization.one_of("quant_method", ("fp8",) if fp4 else ("fp8", "compressed-tensors"))
     if method == "compressed-tensors":
         return _compressed_tensors(quantization)
@@ -44,7 +36,7 @@ def read_quantization(fields: Fields, *, per_tensor: bool = False, fp4: bool = F
         quantization.one_of("weight_block_size", ([128, 128],))
     scale_fmt = quantization.one_of("scale_fmt", ("float", "ue8m0"), "float")
     quantization.finish(_TENSOR_LISTS)
-    return Quantization(Fp8Config("ue8m0" if scale_fmt == "ue8m0" else "float32"), fp4_experts=experts == "fp4")
+    return {"fp8": Fp8Config("ue8m0" if scale_fmt == "ue8m0" else "float32"), "fp4_experts": experts == "fp4"}
 
 
 def quantization_to_hf(cfg: ModelConfig) -> dict[str, Any]:
@@ -64,8 +56,12 @@ def quantization_to_hf(cfg: ModelConfig) -> dict[str, Any]:
     return {"quantization_config": settings}
 
 
-def _compressed_tensors(quantization: Fields) -> Quantization:
-    """Reads blocks of FP8 as Mistral Large 3 has them, or packed INT4 as Kimi-K2-Thinking has it."""
+def _compressed_tensors(quantization: Fields) -> dict[str, Any]:
+    """Reads blocks of FP8 as Mistral Large 3 has them, or packed INT4 as Kimi-K2-Thinking has it.
+
+    The names and patterns of `ignore` are not matched, because a pattern may take forever: the loader sees which
+    tensors are quantized, and refuses all that are not served so.
+    """
     form = quantization.one_of("format", ("float-quantized", "pack-quantized"))
     quantization.one_of("kv_cache_scheme", (None,), None)
     groups = quantization.object("config_groups")
@@ -78,42 +74,11 @@ def _compressed_tensors(quantization: Fields) -> Quantization:
     weights = group.object("weights")
     if weights is None:
         raise group.fail("weights", "an object")
-    if form == "pack-quantized":
-        _packed_int4(quantization, group, weights)
-        return Quantization(int4_experts=True)
-    _float_blocks(group, weights)
-    return Quantization(Fp8Config())
-
-
-def _float_blocks(group: Fields, weights: Fields) -> None:
-    activations = group.object("input_activations")
-    weights.one_of("num_bits", (8,))
-    weights.one_of("type", ("float",))
-    weights.one_of("strategy", ("block",))
-    weights.one_of("block_structure", ([128, 128],))
-    if activations is not None:
-        activations.one_of("num_bits", (8,), 8)
-        activations.one_of("type", ("float",), "float")
-        activations.one_of("dynamic", (True,))
-
-
-def _packed_int4(quantization: Fields, group: Fields, weights: Fields) -> None:
-    """Checks that four bits, a scale per 32 columns and plain activations are all that the file says.
-
-    The names and patterns of `ignore` are not matched, because a pattern may take forever: the loader sees which
-    tensors are packed, and refuses all but routed experts.
-    """
-    weights.one_of("num_bits", (4,))
-    weights.one_of("type", ("int",))
-    weights.one_of("symmetric", (True,))
-    weights.one_of("strategy", ("group",))
-    weights.one_of("group_size", (32,))
+    (_packed_int4 if form == "pack-quantized" else _float_blocks)(group, weights)
     weights.one_of("dynamic", (False,), False)
     weights.one_of("actorder", (None,), None)
-    weights.one_of("block_structure", (None,), None)
     weights.finish(_MEANINGLESS)
-    group.one_of("input_activations", (None,), None)
-    group.one_of("format", ("pack-quantized",), "pack-quantized")
+    group.one_of("format", (form,), form)
     group.finish()
     ignored = quantization.get("ignore", [])
     if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
@@ -122,6 +87,33 @@ def _packed_int4(quantization: Fields, group: Fields, weights: Fields) -> None:
     for name in ("sparsity_config", "transform_config"):
         quantization.one_of(name, ({},), {})
     quantization.finish(_OF_THE_WRITER)
+    return {"int4_experts": True} if form == "pack-quantized" else {"fp8": Fp8Config()}
+
+
+def _float_blocks(group: Fields, weights: Fields) -> None:
+    """Checks that weights have a scale per block, and that activations, if at all, are quantized as they come."""
+    activations = group.object("input_activations")
+    weights.one_of("num_bits", (8,))
+    weights.one_of("type", ("float",))
+    weights.one_of("symmetric", (True,), True)
+    weights.one_of("strategy", ("block",))
+    weights.one_of("group_size", (None,), None)
+    weights.one_of("block_structure", ([128, 128],))
+    if activations is not None:
+        activations.one_of("num_bits", (8,), 8)
+        activations.one_of("type", ("float",), "float")
+        activations.one_of("dynamic", (True,))
+
+
+def _packed_int4(group: Fields, weights: Fields) -> None:
+    """Checks that weights have four bits and a scale per 32 columns, and that activations are plain."""
+    weights.one_of("num_bits", (4,))
+    weights.one_of("type", ("int",))
+    weights.one_of("symmetric", (True,))
+    weights.one_of("strategy", ("group",))
+    weights.one_of("group_size", (32,))
+    weights.one_of("block_structure", (None,), None)
+    group.one_of("input_activations", (None,), None)
 
 
 def _int4_to_hf() -> dict[str, Any]:

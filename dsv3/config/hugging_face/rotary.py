@@ -1,40 +1,35 @@
 """Rotary settings: `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 from dsv3.config.hugging_face.fields import Fields
-from dsv3.config.model import QueryScaling, YarnConfig
+from dsv3.config.model import ModelConfig, QueryScaling, YarnConfig
 
 
-class Rotary(NamedTuple):
-    """What a file says of positions."""
+def read_rotary(fields: Fields) -> dict[str, Any]:
+    """Reads the rotary settings as DeepSeek means them: YaRN's `mscale_all_dim` also scales the softmax.
 
-    theta: float
-    yarn: YarnConfig | None
-    query_scaling: QueryScaling | None = None
-
-
-def read_rotary(fields: Fields) -> Rotary:
-    """Reads the rotary settings as DeepSeek means them: YaRN's `mscale_all_dim` also scales the softmax."""
+    Returns them by the names of `ModelConfig`'s fields.
+    """
     theta, rope = _theta(fields)
     yarn = None
     if rope is not None:
         rope.one_of("partial_rotary_factor", (1, 1.0), 1.0)
         yarn = _yarn(rope)
         rope.finish()
-    return Rotary(theta, yarn)
+    return {"rope_theta": theta, "yarn": yarn}
 
 
-def read_mistral_rotary(fields: Fields) -> Rotary:
-    """Reads the rotary settings as Mistral's configurations have them.
+def read_mistral_rotary(fields: Fields) -> dict[str, Any]:
+    """Does what `read_rotary` does, with the settings that Mistral's configurations have.
 
     `llama_4_scaling_beta` lengthens the queries of late tokens. `partial_rotary_factor` is the rotated share of a
     query. An `attention_factor` of 1 without mscales says that YaRN changes frequencies alone.
     """
     theta, rope = _theta(fields)
     if rope is None:
-        return Rotary(theta, None)
+        return {"rope_theta": theta}
     rotated = fields.integer("qk_rope_head_dim")
     share = rotated / (rotated + fields.integer("qk_nope_head_dim"))
     rope.one_of("partial_rotary_factor", (share,), share)
@@ -49,7 +44,7 @@ def read_mistral_rotary(fields: Fields) -> Rotary:
         raise rope.fail("attention_factor", "absent without yarn")
     rope.get("original_max_position_embeddings")
     rope.finish()
-    return Rotary(theta, yarn, scaling)
+    return {"rope_theta": theta, "yarn": yarn, "query_scaling": scaling}
 
 
 def frequencies_alone(rope: Fields) -> YarnConfig | None:
@@ -61,18 +56,19 @@ def frequencies_alone(rope: Fields) -> YarnConfig | None:
     return None if yarn is None else dataclasses.replace(yarn, mscale=0.0, mscale_all_dim=0.0)
 
 
-def mistral_rope_parameters(rotary: Rotary, rotated_share: float) -> dict[str, Any]:
+def mistral_rope_parameters(cfg: ModelConfig) -> dict[str, Any]:
     """Returns the `rope_parameters` that `read_mistral_rotary` reads."""
-    parameters: dict[str, Any] = {"rope_theta": rotary.theta, "partial_rotary_factor": rotated_share}
-    if rotary.yarn is None:
+    share = cfg.qk_rope_head_dim / cfg.qk_head_dim
+    parameters: dict[str, Any] = {"rope_theta": cfg.rope_theta, "partial_rotary_factor": share}
+    if cfg.yarn is None:
         parameters |= {"type": "default", "rope_type": "default"}
     else:
-        parameters |= {"type": "yarn", "rope_type": "yarn", **dataclasses.asdict(rotary.yarn)}
-        if (rotary.yarn.mscale, rotary.yarn.mscale_all_dim) == (0.0, 0.0):
+        parameters |= {"type": "yarn", "rope_type": "yarn", **dataclasses.asdict(cfg.yarn)}
+        if (cfg.yarn.mscale, cfg.yarn.mscale_all_dim) == (0.0, 0.0):
             parameters |= {"attention_factor": 1.0, "mscale": None, "mscale_all_dim": None}
-    if rotary.query_scaling is not None:
-        parameters["llama_4_scaling_beta"] = rotary.query_scaling.beta
-        parameters["original_max_position_embeddings"] = rotary.query_scaling.original_max_position_embeddings
+    if cfg.query_scaling is not None:
+        parameters["llama_4_scaling_beta"] = cfg.query_scaling.beta
+        parameters["original_max_position_embeddings"] = cfg.query_scaling.original_max_position_embeddings
     return parameters
 
 

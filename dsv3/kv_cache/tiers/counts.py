@@ -50,13 +50,11 @@ class TierCounts:
     carrier_failures: list[int] = dataclasses.field(default_factory=lambda: [0] * len(CARRIERS))
 
     def record_load(self, size: int, seconds: float) -> None:
-        """Adds a loaded batch of `size` bytes."""
         self.loaded_bytes += size
         self.load_seconds += seconds
         self.loads[bisect.bisect_left(LOAD_BOUNDS, seconds)] += 1
 
     def record_store(self, size: int, seconds: float) -> None:
-        """Adds `size` bytes written."""
         self.stored_bytes += size
         self.store_seconds += seconds
 
@@ -136,12 +134,10 @@ class CarrierStats:
         _log.info("pages of %s come by %s: %.0f MB/s", address, carrier, rate / 1e6)
 
     def record_failure(self, carrier: Carrier) -> None:
-        """Adds a failed transfer."""
         with self._lock:
             self._counts.carrier_failures[CARRIERS.index(carrier)] += 1
 
     def with_carriers(self, counts: TierCounts) -> TierCounts:
-        """Returns `counts` with the totals per carrier."""
         mine = self._counts
         with self._lock:
             return dataclasses.replace(

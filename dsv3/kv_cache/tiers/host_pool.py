@@ -131,14 +131,12 @@ class HostPool:
         return intact
 
     def delete(self, key: Key) -> None:
-        """Deletes a page."""
         with self._lock:
             if (block := self._block_of.get(key)) is not None:
                 self._retire(key, block)
                 self._reclaim(block)
 
     def clear(self) -> None:
-        """Deletes all pages."""
         for key in list(self._block_of):
             self.delete(key)
 

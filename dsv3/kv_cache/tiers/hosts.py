@@ -82,7 +82,6 @@ class Hosts:
         self._tiers, self._ranks_each = tuple(tiers), ranks_each
 
     def of(self, rank: int) -> HostTiers:
-        """Returns the tiers that serve a rank."""
         return self._tiers[rank // self._ranks_each]
 
     def nearest(self, ranks: Iterator[int]) -> HostTiers | None:
@@ -102,7 +101,6 @@ class Hosts:
         return np.repeat(depths, self._ranks_each) if any(depths) else None
 
     def clear(self) -> None:
-        """Empties the memory of all hosts."""
         for tiers in self._tiers:
             tiers.clear()
 
@@ -148,7 +146,6 @@ class RemoteTiers(HostTiers):
         return bool(self._orders)
 
     def pop_orders(self) -> list[Order]:
-        """Returns and removes the waiting orders."""
         orders, self._orders = self._orders, []
         return orders
 
@@ -227,7 +224,6 @@ class TierEvents(EventQueue):
         self.waiting: queue.SimpleQueue[OrderResult | Change] = queue.SimpleQueue()
 
     def append(self, event: PageEvent) -> None:
-        """Queues a change."""
         if isinstance(event, Stored | Removed):
             for keys in itertools.batched(event.keys, _MAX_KEYS):
                 self.waiting.put(Change(event.medium, isinstance(event, Stored), list(keys)))

@@ -361,18 +361,21 @@ class Tiers(HostTiers):
             return self._fetchers.submit(self._fetch, address, keys)
         assert self._peers is not None
         num_fetched: Future[int] = Future()
-        self._peers.rooms.find(address, int(bootstrap_room)).add_done_callback(
-            lambda found: self._fetch_found(found, keys, num_fetched)
-        )
+
+        def on_found(found: Future[str]) -> None:
+            work = self._fetchers.submit(self._fetch_found, found, keys)
+            work.add_done_callback(lambda done: _forward_result(done, num_fetched))
+
+        self._peers.rooms.find(address, int(bootstrap_room)).add_done_callback(on_found)
         return num_fetched
 
-    def _fetch_found(self, found: Future[str], keys: Sequence[Key], num_fetched: Future[int]) -> None:
-        """Fetches pages once the bootstrap room's addresses are known."""
+    def _fetch_found(self, found: Future[str], keys: Sequence[Key]) -> int:
+        """Fetches pages of a bootstrap room; one that was not found leaves those that are in host memory anyway."""
         if (error := found.exception()) is None:
-            work = self._fetchers.submit(self._fetch, found.result(), keys, False)
-        else:
-            work = self._fetchers.submit(self._on_not_found, error, keys)
-        work.add_done_callback(lambda done: _forward_result(done, num_fetched))
+            return self._fetch(found.result(), keys, measures=False)
+        self._on_fetch_error(error)
+        self.wake()
+        return self.continued_depth(keys, 0, self.num_in_host_memory(keys))
 
     def drop(self, load: "Future[PageBatch] | Future[RemoteBatch]") -> None:
         load.cancel()
@@ -447,12 +450,6 @@ class Tiers(HostTiers):
             self.peer.record_load(count * self.payload_bytes, seconds)
         if measures:
             self._rates["peer"].update(count * self.payload_bytes, seconds)
-        self.wake()
-        return self.continued_depth(keys, 0, self.num_in_host_memory(keys))
-
-    def _on_not_found(self, error: BaseException, keys: Sequence[Key]) -> int:
-        """Records that a bootstrap room was not found; returns how many leading `keys` are in host memory anyway."""
-        self._on_fetch_error(error)
         self.wake()
         return self.continued_depth(keys, 0, self.num_in_host_memory(keys))
 

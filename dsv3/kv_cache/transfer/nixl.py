@@ -137,7 +137,6 @@ class MemoryReader:
         return address in self._suspended and self.accepts(address)
 
     def can_read(self, address: str) -> bool:
-        """Returns whether pages of an address can be read."""
         return address in self._remotes
 
     def set_agent(self, address: str, metadata: bytes) -> None:

@@ -108,7 +108,6 @@ class PeerError(OSError):
 
 
 def send(connection: ssl.SSLSocket, message: msgspec.Struct) -> None:
-    """Sends a message."""
     connection.sendall(frames.encode(message))
 
 

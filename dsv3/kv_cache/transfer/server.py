@@ -15,6 +15,7 @@ import ssl
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -70,7 +71,6 @@ class BootstrapRooms:
                 self._stages.popitem(last=False)
 
     def stages(self, bootstrap_rooms: Sequence[int]) -> list[Stage]:
-        """Returns the stage of each of `bootstrap_rooms`."""
         with self._lock:
             return [self._stages.get(bootstrap_room, "unknown") for bootstrap_room in bootstrap_rooms]
 
@@ -105,7 +105,6 @@ class PageServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """The host and port where it listens."""
         host, port, *_ = self._listener.getsockname()
         return host, port
 
@@ -119,13 +118,20 @@ class PageServer:
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
-                connection, address = self._listener.accept()
-                guard = connection.dup()  # TLS takes the socket over; this one closes an unauthenticated connection
-                self._unauthenticated.add(guard, address[0])
-                threading.Thread(target=self._handshake, args=(connection, guard, address[0]), daemon=True).start()
+                self._begin(*self._listener.accept())
             except (OSError, RuntimeError) as error:  # no descriptor, or no thread
                 if not self._closed.wait(_PAUSE_S):
                     self._warn(f"KV transfer: cannot accept a connection: {error}")
+
+    def _begin(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(connection)
+            guard = connection.dup()  # TLS takes the socket over; this one closes an unauthenticated connection
+            stack.enter_context(guard)
+            self._unauthenticated.add(guard, address[0])
+            stack.callback(self._unauthenticated.remove, guard)
+            threading.Thread(target=self._handshake, args=(connection, guard, address[0]), daemon=True).start()
+            stack.pop_all()  # the thread closes them
 
     def _handshake(self, connection: socket.socket, guard: socket.socket, address: str) -> None:
         try:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import LATENTS, ModelConfig
-from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch
+from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch, StepRows
 from dsv3.model.context_parallel import ContextShards
 from dsv3.model.layers.indexer import IndexTokens, index_tokens
 from dsv3.model.layers.linear import Index, Numerics, linear
@@ -24,7 +24,6 @@ from dsv3.model.params import AttentionParams
 from pallas_kernels import dense, invariance, mla
 from pallas_kernels.backend import Backend, blocks_host, resolve_backend, with_fallback
 from pallas_kernels.rows import latent_rows, rms_norm, rotate_heads
-from pallas_kernels.search import search
 
 
 class LayerPlace(NamedTuple):
@@ -66,60 +65,17 @@ class Attention(Protocol):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class CachePositions:
-    """Cache positions of T tokens, `[T]` int32 each: page within a layer, and row of this device's part of the page.
-
-    The page is -1 for padding, and for tokens that another device writes.
-    """
-
-    page_ids: jax.Array
-    offsets: jax.Array
-
-    @classmethod
-    def on_device(cls, cfg: ModelConfig, page_ids: jax.Array, positions: jax.Array) -> "CachePositions":
-        """Returns the cache positions of tokens at `positions` `[T]` of their requests, in pages `page_ids` `[T]`."""
-        shards = ContextShards.of(cfg)
-        offsets = shards.own_offsets(positions % cfg.page_size)
-        if shards.size > 1:
-            page_ids = jnp.where((offsets >= 0) & (offsets < shards.tokens), page_ids, -1)
-        return cls(page_ids, offsets)
-
-
-def prefill_cache_positions(batch: PrefillBatch, cfg: ModelConfig) -> CachePositions:
-    """Returns the cache positions `[T]` of a prefill batch."""
-    B, Mp = batch.page_table.shape
-    rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-    chunk = search(batch.cu_lengths[1:], rows, side="right")
-    column = jnp.clip(batch.positions // cfg.page_size, 0, Mp - 1)
-    page_ids = jnp.where(chunk < B, batch.page_table[jnp.minimum(chunk, B - 1), column], -1)
-    return CachePositions.on_device(cfg, page_ids, batch.positions)
-
-
-def decode_positions(batch: DecodeBatch) -> jax.Array:
-    """Returns the positions `[B, S]` int32 of the query tokens; negative in inactive rows."""
-    S = batch.tokens.shape[1]
-    return batch.lengths[:, None] - S + jnp.arange(S, dtype=jnp.int32)
-
-
-def decode_cache_positions(batch: DecodeBatch, cfg: ModelConfig) -> CachePositions:
-    """Returns the cache positions `[B * S]` of a decode batch; inactive rows are padding."""
-    positions = decode_positions(batch)
-    column = jnp.clip(positions // cfg.page_size, 0, batch.page_table.shape[1] - 1)
-    page_ids = jnp.where(positions >= 0, jnp.take_along_axis(batch.page_table, column, axis=1), -1)
-    return CachePositions.on_device(cfg, page_ids.reshape(-1), positions.reshape(-1))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class Projected:
     """Attention inputs of T tokens: queries `[T, H, N + P]`, their last part rotated, and latents `[T, R + P]`.
 
-    `index` is the input of the indexer, None in dense attention.
+    `index` is the input of the indexer, None in dense attention. In compressed attention `entries` is what is `given`
+    to entries, float32, None in layers that see their window alone.
     """
 
     q: jax.Array
     latent: jax.Array
     index: IndexTokens | None = None
+    entries: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,49 +132,73 @@ def project_values(out: jax.Array, params: AttentionParams, layer: Index, backen
     return dense.head_gemm(out, params.v_up, layer, backend=backend)
 
 
-Core = Callable[[Projected, AttentionParams, Index, Index, jax.Array], jax.Array]
-"""Attends after the pages are written: from tokens, parameters, layer, cache layer and pages to `[T, H, V]`."""
+Core = Callable[[Projected, AttentionParams, LayerPlace, jax.Array], jax.Array]
+"""Attends after the pages are written: from tokens, parameters, the layer's place and its pages to `[T, H, V]`."""
 
 
-def write_latents(
-    cfg: ModelConfig,
-    pages: jax.Array,
-    tokens: Projected,
-    cache_positions: CachePositions,
-    cache_layer: Index,
-    pages_per_layer: int,
-    backend: Backend | None,
-) -> jax.Array:
-    """Returns the page pool with the tokens' latents at their cache positions."""
-    where = _addressing(cfg, cache_layer, pages_per_layer, backend)
-    return mla.write_pages(pages, tokens.latent, cache_positions.page_ids, cache_positions.offsets, **where)
+@dataclasses.dataclass(frozen=True)
+class LatentStep:
+    """What all layers with latent attention share in a step: its tokens, and the pool of pages that they address.
+
+    `positions` are the tokens' cache positions, `[T]` int32 each: pages within a layer, and rows of this device's part
+    of these. The page is -1 for padding, and for tokens that another device writes.
+    """
+
+    cfg: ModelConfig
+    rows: StepRows
+    pages_per_layer: int
+    backend: Backend | None
+    positions: tuple[jax.Array, jax.Array]
+
+    @classmethod
+    def of(cls, cfg: ModelConfig, rows: StepRows, pages_per_layer: int, backend: Backend | None) -> "LatentStep":
+        """Returns what the layers of a step with these rows share."""
+        shards, Mp = ContextShards.of(cfg), rows.page_table.shape[1]
+        offsets = shards.own_offsets(rows.positions % cfg.page_size)
+        column = jnp.clip(rows.positions // cfg.page_size, 0, Mp - 1)
+        page_ids = jnp.where(rows.valid, rows.page_table[rows.requests, column], -1)
+        if shards.size > 1:
+            page_ids = jnp.where((offsets >= 0) & (offsets < shards.tokens), page_ids, -1)
+        return cls(cfg, rows, pages_per_layer, backend, (page_ids, offsets))
+
+    @property
+    def shards(self) -> ContextShards:
+        """The devices that divide pages."""
+        return ContextShards.of(self.cfg)
+
+    def where(self, place: LayerPlace) -> dict[str, Any]:
+        """Returns how kernels address the pages of a layer."""
+        return {
+            "layer": place.cache_layer,
+            "pages_per_layer": self.pages_per_layer,
+            "value_width": self.cfg.kv_lora_rank,
+            "backend": self.backend,
+        }
+
+    def write(self, tokens: Projected, place: LayerPlace, pages: jax.Array) -> jax.Array:
+        """Returns the page pool with the latents of the step's tokens in it."""
+        return mla.write_pages(pages, tokens.latent, *self.positions, **self.where(place))
 
 
-def attend_after_write(
-    cfg: ModelConfig, cache_positions: CachePositions, pages_per_layer: int, backend: Backend | None, core: Core
-) -> Attend:
+def attend_after_write(step: LatentStep, core: Core) -> Attend:
     """Returns attention that first writes the new tokens' latents. The state is the page pool."""
 
     def attend(tokens, params, place, pages):
-        layer, cache_layer = place.layer, place.cache_layer
-        latents = write_latents(cfg, pages[LATENTS], tokens, cache_positions, cache_layer, pages_per_layer, backend)
-        return core(tokens, params, layer, cache_layer, latents), {**pages, LATENTS: latents}
+        latents = step.write(tokens, place, pages[LATENTS])
+        return core(tokens, params, place, latents), {**pages, LATENTS: latents}
 
     return attend
 
 
-def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Core:
+def prefill_core(step: LatentStep, batch: PrefillBatch) -> Core:
     """Attends in prefill: to new tokens in materialized form, to cached ones in absorbed form."""
-    shards = ContextShards.of(cfg)
+    cfg, rows, shards, backend = step.cfg, step.rows, step.shards, step.backend
     if invariance.required():
-        G, rows = len(batch.page_table), jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-        chunk = search(batch.cu_lengths[1:], rows, side="right")
-        seen, table = jnp.where(chunk < G, batch.positions + 1, 0), batch.page_table[jnp.minimum(chunk, G - 1)]
-        return _paged_core(cfg, seen, table, 1, pages_per_layer, backend, None)
+        return _paged_core(step, rows.visible, rows.page_table[rows.requests], 1, None)
     context_lengths = shards.own_lengths(batch.context_lengths)
 
-    def attend(tokens, params, layer, cache_layer, pages):
-        where = _addressing(cfg, cache_layer, pages_per_layer, backend)
+    def attend(tokens, params, place, pages):
+        layer = place.layer
         k, shared, v = materialize_kv(tokens.latent, params, layer, Numerics(backend))
         how: dict[str, Any] = {"scale": cfg.softmax_scale, "backend": backend}
         out, lse = mla.mla_prefill(tokens.q, k, v, batch.cu_lengths, shared_key=shared, **how)
@@ -231,7 +211,7 @@ def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, ba
                 context_lengths,
                 batch.cu_lengths,
                 scale=cfg.softmax_scale,
-                **where,
+                **step.where(place),
             )
             latent_out, context_lse = shards.merge(*parts)
             return mla.merge_attention(out, lse, project_values(latent_out, params, layer, backend), context_lse)[0]
@@ -245,70 +225,57 @@ def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, ba
     return attend
 
 
-def decode_core(
-    cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int
-) -> Core:
+def decode_core(step: LatentStep, batch: DecodeBatch, heads: int) -> Core:
     """Attends in decode: S new tokens per request to all cached tokens and to each other, in absorbed form.
 
     `heads` is the number of heads on this device.
     """
     S, lengths, table = batch.tokens.shape[1], batch.lengths, batch.page_table
     if S > 1 and invariance.required():
-        lengths, table = jnp.maximum(decode_positions(batch).reshape(-1) + 1, 0), jnp.repeat(table, S, axis=0)
-    elif S > 1 and cfg.context_shards > 1:
-        return _context_core(cfg, batch, pages_per_layer, backend, heads)
-    queries = batch.tokens.size // len(lengths)
-    return _paged_core(cfg, lengths, table, queries, pages_per_layer, backend, heads)
+        lengths, table = step.rows.visible, jnp.repeat(table, S, axis=0)
+    elif S > 1 and step.shards.size > 1:
+        return _context_core(step, batch, heads)
+    return _paged_core(step, lengths, table, batch.tokens.size // len(lengths), heads)
 
 
-def _paged_core(
-    cfg: ModelConfig,
-    lengths: jax.Array,
-    page_table: jax.Array,
-    queries: int,
-    pages_per_layer: int,
-    backend: Backend | None,
-    heads: int | None,
-) -> Core:
+def _paged_core(step: LatentStep, lengths: jax.Array, page_table: jax.Array, queries: int, heads: int | None) -> Core:
     """Attends to the first `lengths` `[B]` tokens of each `page_table` `[B, Mp]`, in absorbed form.
 
     `queries` tokens share a row of both and are causal among themselves, as in `mla_decode`. Where `heads` is given,
     all layers share one schedule.
     """
-    shards = ContextShards.of(cfg)
+    shards, backend = step.shards, step.backend
     lengths = shards.own_lengths(lengths)
     schedule = _schedule(lengths, queries, heads * shards.size, backend) if heads else None
 
-    def attend(tokens, params, layer, cache_layer, pages):
-        where = _addressing(cfg, cache_layer, pages_per_layer, backend)
-        q = shards.join_heads(absorb(tokens, params, layer, backend))
+    def attend(tokens, params, place, pages):
+        q = shards.join_heads(absorb(tokens, params, place.layer, backend))
         rows = q.reshape(-1, queries, *q.shape[1:])
-        out, lse = mla.mla_decode(rows, pages, page_table, lengths, scale=cfg.softmax_scale, schedule=schedule, **where)
+        how: dict[str, Any] = {"scale": step.cfg.softmax_scale, "schedule": schedule, **step.where(place)}
+        out, lse = mla.mla_decode(rows, pages, page_table, lengths, **how)
         out, _ = shards.merge(out.reshape(*q.shape[:2], -1), lse.reshape(q.shape[:2]))
-        return project_values(out, params, layer, backend)
+        return project_values(out, params, place.layer, backend)
 
     return attend
 
 
-def _context_core(
-    cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int
-) -> Core:
+def _context_core(step: LatentStep, batch: DecodeBatch, heads: int) -> Core:
     """Attends in decode where devices divide pages, with S > 1 new tokens per request.
 
     A device holds none, some, or all of the new tokens, which do not all see each other. But every new token sees all
     earlier ones: so a request's new tokens are as many more heads of one query of the cache. They attend to each other
     on their own device, which has computed them all.
     """
-    (B, S), shards = batch.tokens.shape, ContextShards.of(cfg)
+    (B, S), cfg, shards, backend = batch.tokens.shape, step.cfg, step.shards, step.backend
     lengths = shards.own_lengths(jnp.maximum(batch.lengths - S, 0))
     schedule = _schedule(lengths, 1, S * heads * shards.size, backend)
     seen = jnp.tril(jnp.ones((S, S), jnp.bool))[:, None]
 
-    def attend(tokens, params, layer, cache_layer, pages):
-        q, R = absorb(tokens, params, layer, backend), cfg.kv_lora_rank
-        every, where = shards.join_heads(q), _addressing(cfg, cache_layer, pages_per_layer, backend)
+    def attend(tokens, params, place, pages):
+        q, R = absorb(tokens, params, place.layer, backend), cfg.kv_lora_rank
+        every = shards.join_heads(q)
         rows = every.reshape(B, 1, -1, every.shape[-1])
-        how: dict[str, Any] = {"scale": cfg.softmax_scale, "schedule": schedule, **where}
+        how: dict[str, Any] = {"scale": cfg.softmax_scale, "schedule": schedule, **step.where(place)}
         out, lse = mla.mla_decode(rows, pages, batch.page_table, lengths, **how)
         context = shards.merge(out.reshape(*every.shape[:2], R), lse.reshape(every.shape[:2]))
         latent = tokens.latent.reshape(B, S, -1)
@@ -319,7 +286,7 @@ def _context_core(
         own = jnp.einsum("bsht,btr->bshr", jax.nn.softmax(scores).astype(q.dtype), latent[..., :R])
         own_lse = jax.nn.logsumexp(scores, axis=-1).reshape(q.shape[:2])
         out, _ = mla.merge_attention(own.reshape(*q.shape[:2], R), own_lse, *context)
-        return project_values(out, params, layer, backend)
+        return project_values(out, params, place.layer, backend)
 
     return attend
 
@@ -329,12 +296,3 @@ def _schedule(lengths: jax.Array, queries: int, heads: int, backend: Backend | N
     if resolve_backend(requested=with_fallback("mla_decode", backend)) is not Backend.MOSAIC:
         return None
     return mla.decode_schedule(lengths, queries=queries, heads=heads)
-
-
-def _addressing(cfg: ModelConfig, cache_layer: Index, pages_per_layer: int, backend: Backend | None) -> dict[str, Any]:
-    return {
-        "layer": cache_layer,
-        "pages_per_layer": pages_per_layer,
-        "value_width": cfg.kv_lora_rank,
-        "backend": backend,
-    }

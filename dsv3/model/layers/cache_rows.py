@@ -12,120 +12,23 @@ from jax import lax
 
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import Pool, pages_per_layer
-from dsv3.model.batch import DecodeBatch, PrefillBatch
-from dsv3.model.layers.attention import decode_positions
+from dsv3.model.batch import StepRows
 from dsv3.model.layers.linear import Index
 from pallas_kernels.compressed import RowList
 from pallas_kernels.mla.write import DROPPED, write_rows
-from pallas_kernels.search import search
 
 _SLOT = 2**30  # tokens that one slot serves: those of any request
 
 
 @dataclasses.dataclass(frozen=True)
-class StepRows:
-    """The T tokens of a step, those of one request after the other, and where the cache keeps these requests' rows."""
-
-    requests: jax.Array  # [T] int32, request of a token
-    positions: jax.Array  # [T] int32
-    valid: jax.Array  # [T] bool, False in padding
-    firsts: jax.Array  # [B] int32, where a request's tokens begin
-    contexts: jax.Array  # [B] int32, tokens that it had before the step
-    ends: jax.Array  # [B] int32, tokens that it has after it
-    page_table: jax.Array  # [B, Mp] int32
-    window_table: jax.Array  # [B, Mp] int32
-    slots: jax.Array  # [B] int32
-    rows_before: jax.Array | None = None  # [B] int32, of the later one of two micro-batches
-
-    @classmethod
-    def from_prefill(cls, batch: PrefillBatch) -> "StepRows":
-        """Returns the rows of the chunks of a batch."""
-        B, rows = len(batch.page_table), jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-        chunk = search(batch.cu_lengths[1:], rows, side="right")
-        return cls(
-            requests=jnp.minimum(chunk, B - 1),
-            positions=jnp.where(chunk < B, batch.positions, 0),
-            valid=chunk < B,
-            firsts=batch.cu_lengths[:-1],
-            contexts=batch.context_lengths,
-            ends=batch.context_lengths + jnp.diff(batch.cu_lengths),
-            page_table=batch.page_table,
-            window_table=batch.window_table,
-            slots=batch.slots,
-            rows_before=batch.rows_before,
-        )
-
-    @classmethod
-    def from_decode(cls, batch: DecodeBatch) -> "StepRows":
-        """Returns the rows `[B * S]` of a batch: S new tokens of each request."""
-        (B, S), positions = batch.tokens.shape, decode_positions(batch).reshape(-1)
-        return cls(
-            requests=jnp.repeat(jnp.arange(B, dtype=jnp.int32), S),
-            positions=jnp.maximum(positions, 0),
-            valid=positions >= 0,
-            firsts=S * jnp.arange(B, dtype=jnp.int32),
-            contexts=batch.lengths - S,
-            ends=batch.lengths,
-            page_table=batch.page_table,
-            window_table=batch.window_table,
-            slots=batch.slots,
-        )
-
-    def at(self, requests: jax.Array, positions: jax.Array, new: jax.Array, cached: "CacheRows") -> jax.Array:
-        """Returns rows `[N, K, W]` of tokens at `positions` `[N, K]` of `requests` `[N]`, none behind the step's last.
-
-        Those of the step come from `new` `[T, W]`, earlier ones from the cache. Where there is no token, or none that
-        the cache still has, it is any row.
-        """
-        back = positions - self.contexts[requests][:, None]
-        own = new.at[self.firsts[requests][:, None] + back].get(mode="clip")
-        return jnp.where((back >= 0)[..., None], own, cached.read(requests, positions))
-
-    def list_last(
-        self, requests: jax.Array, positions: jax.Array, seen: jax.Array, window: int, cached: "CacheRows"
-    ) -> RowList:
-        """Lists the last `window` tokens up to `positions` `[N]` of `requests` `[N]`, none for a row with `seen` 0.
-
-        Those of the step are its own rows, in the order of its tokens; earlier ones are in the cache. Of two
-        micro-batches the later one has the `num_rows_before` last rows of the earlier one in front of its own: the
-        cache need not have them.
-        """
-        tokens = jnp.maximum(positions - (window - 1), 0)[:, None] + jnp.arange(window, dtype=jnp.int32)
-        back = tokens - self.contexts[requests][:, None]
-        own = -1 - (self.firsts[requests][:, None] + back)
-        if self.rows_before is not None:
-            count = self.num_rows_before(window)
-            own, back = own - count, back + jnp.minimum(self.rows_before, count)[requests][:, None]
-        counts = jnp.where(seen > 0, jnp.minimum(positions + 1, window), 0)
-        listed = cached.list_rows(requests, tokens, counts)
-        return dataclasses.replace(listed, numbers=jnp.where(back >= 0, own, listed.numbers))
-
-    def num_rows_before(self, window: int) -> int:
-        """Returns how many rows the later one of two micro-batches takes from the earlier one, with which it begins."""
-        return min(window, len(self.positions))
-
-    def write_last(self, new: jax.Array, cached: "CacheRows", read: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Writes the rows `new` `[T, W]` of the step's tokens that its last ones leave; returns `read`, and the array.
-
-        `read` is what was made of the array before: the compiler must not copy the array to keep what it was.
-        """
-        read, array = lax.optimization_barrier((read, cached.array))
-        return read, self.write(new, dataclasses.replace(cached, array=array))
-
-    def write(self, new: jax.Array, cached: "CacheRows") -> jax.Array:
-        """Returns the array with the rows `new` `[T, W]` of the step's tokens that its last ones leave."""
-        lasting = self.valid & cached.is_last_write(self.positions, self.ends[self.requests])
-        return cached.write(new, self.requests, self.positions, lasting)
-
-
-@dataclasses.dataclass(frozen=True)
 class CacheRows:
-    """The rows of one cache group in one layer: row n of request b is in page `table[b, n // per_page]`.
+    """The rows of one cache group in one layer, for a step: row n of request b is in page `table[b, n // per_page]`.
 
     There it is row `n % per_page % R`; R is less than `per_page` where pages are rings. Of pages that devices divide, n
     counts the rows that this device holds.
     """
 
+    step: StepRows
     array: jax.Array  # [layers * pages, R, W]
     table: jax.Array  # [B, Mp] int32
     layer: Index
@@ -144,7 +47,7 @@ class CacheRows:
             case "request":
                 table, per_page = rows.slots[:, None], _SLOT
         pages = pages_per_layer(cfg, pool, group.lifetime)
-        return cls(pool[group.name], table, layer, pages, per_page)
+        return cls(rows, pool[group.name], table, layer, pages, per_page)
 
     @property
     def first(self) -> Index:
@@ -166,6 +69,34 @@ class CacheRows:
         pages, rows = self.locate(requests[:, None], numbers)
         return self.array.at[self.first + pages, rows].get(mode="clip")
 
+    def read_tokens(self, requests: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array:
+        """Returns rows `[N, K, W]` of tokens at `positions` `[N, K]` of `requests` `[N]`, none behind the step's last.
+
+        Those of the step come from `new` `[T, W]`, earlier ones from the cache. Where there is no token, or none that
+        the cache still has, it is any row.
+        """
+        back = positions - self.step.contexts[requests][:, None]
+        own = new.at[self.step.firsts[requests][:, None] + back].get(mode="clip")
+        return jnp.where((back >= 0)[..., None], own, self.read(requests, positions))
+
+    def list_last(self, requests: jax.Array, positions: jax.Array, seen: jax.Array, window: int) -> RowList:
+        """Lists the last `window` tokens up to `positions` `[N]` of `requests` `[N]`, none for a row with `seen` 0.
+
+        Those of the step are its own rows, in the order of its tokens; earlier ones are in the cache. Of two
+        micro-batches the later one has the last rows of the earlier one in front of its own, `window` or as many as
+        the micro-batch has: the cache need not have them.
+        """
+        step = self.step
+        tokens = jnp.maximum(positions - (window - 1), 0)[:, None] + jnp.arange(window, dtype=jnp.int32)
+        back = tokens - step.contexts[requests][:, None]
+        own = -1 - (step.firsts[requests][:, None] + back)
+        if step.rows_before is not None:
+            count = min(window, len(step.positions))
+            own, back = own - count, back + jnp.minimum(step.rows_before, count)[requests][:, None]
+        counts = jnp.where(seen > 0, jnp.minimum(positions + 1, window), 0)
+        listed = self.list_rows(requests, tokens, counts)
+        return dataclasses.replace(listed, numbers=jnp.where(back >= 0, own, listed.numbers))
+
     def list_rows(self, requests: jax.Array, numbers: jax.Array, counts: jax.Array) -> RowList:
         """Lists the first `counts` `[N]` of the rows `numbers` `[N, K]` of `requests` `[N]`."""
         pages, rows = self.locate(requests[:, None], numbers)
@@ -185,6 +116,20 @@ class CacheRows:
         pages, rows = self.locate(requests, numbers)
         targets = jnp.where(where & (pages >= 0), self.first + pages, DROPPED)
         return write_rows(self.array, values.astype(self.array.dtype), targets, rows)
+
+    def write_new(self, new: jax.Array) -> jax.Array:
+        """Returns the array with the rows `new` `[T, W]` of the step's tokens that its last ones leave."""
+        step = self.step
+        lasting = step.valid & self.is_last_write(step.positions, step.ends[step.requests])
+        return self.write(new, step.requests, step.positions, lasting)
+
+    def write_after(self, read: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Does what `write_new` does behind the computation of `read`; returns both.
+
+        `read` is what was made of the array before: the compiler must not copy the array to keep what it was.
+        """
+        read, array = lax.optimization_barrier((read, self.array))
+        return read, dataclasses.replace(self, array=array).write_new(new)
 
     def is_last_write(self, numbers: jax.Array, ends: jax.Array) -> jax.Array:
         """Returns which rows `numbers` `[N]` no later one of the same step replaces, all before `ends` `[N]`."""

@@ -32,18 +32,20 @@ from dsv3.config.model import (
 )
 from dsv3.kv_cache import layout
 from dsv3.kv_cache.layout import Pool, pages_per_layer
-from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.batch import DecodeBatch, PrefillBatch, StepRows
 from dsv3.model.context_parallel import ContextShards
-from dsv3.model.layers.attention import Attend, LayerPlace
-from dsv3.model.layers.cache_rows import CacheRows, StepRows
+from dsv3.model.layers.attention import Attend, LayerPlace, Projected
+from dsv3.model.layers.cache_rows import CacheRows
 from dsv3.model.layers.compressed_attention import (
-    CompressedTokens,
     compressed_of,
     compressor_of,
+    contributions,
     entry_rotation,
+    norm_and_rotate,
     num_complete,
+    pool_window,
+    window_rows,
 )
-from dsv3.model.layers.compressor import Contribution, contributions, norm_and_rotate, pool_window, window_rows
 from dsv3.model.layers.rope import Rotation
 from dsv3.model.layers.sparse import by_groups, state_pages
 from dsv3.model.params import CompressedAttentionParams, CompressorParams
@@ -65,16 +67,16 @@ from pallas_kernels.compressed import (
 )
 
 
-def prefill_attend_compressed(cfg: ModelConfig, batch: PrefillBatch, backend: Backend | None = None) -> Attend:
-    """Attends in prefill; the state is the page pool."""
-    return functools.partial(_attend, cfg, _SharedStep.of(cfg, StepRows.from_prefill(batch)), backend)
+def paged_attend_compressed(
+    cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, rows: StepRows, backend: Backend | None = None
+) -> Attend:
+    """Attends in a step with these rows; the state is the page pool, or `SplitState`.
 
-
-def decode_attend_compressed(cfg: ModelConfig, batch: DecodeBatch, backend: Backend | None = None) -> Attend:
-    """Attends in decode; the state is the page pool. Raises ValueError for more drafts than rings have rows for."""
-    if (drafts := batch.tokens.shape[1] - 1) > DRAFT_ROWS:
+    Raises ValueError for more drafts than rings have rows for.
+    """
+    if isinstance(batch, DecodeBatch) and (drafts := batch.tokens.shape[1] - 1) > DRAFT_ROWS:
         raise ValueError(f"{drafts} drafts: the cache keeps rows for at most {DRAFT_ROWS} in a step")
-    return functools.partial(_attend, cfg, _SharedStep.of(cfg, StepRows.from_decode(batch)), backend)
+    return functools.partial(_attend, cfg, _SharedStep.of(cfg, rows), backend)
 
 
 class SplitState(NamedTuple):
@@ -93,23 +95,6 @@ class SplitState(NamedTuple):
         latents = pool[WINDOW_LATENTS]
         rows = min(compressed_of(cfg).window, tokens)
         return cls(pool, jnp.zeros((rows, latents.shape[-1]), latents.dtype))
-
-
-class _Names(NamedTuple):
-    """The cache groups of one compressor: its entries, and the parts of those that are not complete.
-
-    Where entries overlap, a page's first one also needs what the last tokens of the page before give. They lie in that
-    page, so that a request can go on behind it that did not write it.
-    """
-
-    entries: str
-    parts: str
-    tails: str | None
-
-
-_SPARSE = _Names(SPARSE_ENTRIES, SPARSE_PARTS, SPARSE_TAILS)
-_INDEX = _Names(INDEX_KEYS, INDEX_PARTS, INDEX_TAILS)
-_HEAVY = _Names(HEAVY_ENTRIES, HEAVY_PARTS, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,21 +122,20 @@ class _Queries:
             numbers = jnp.arange(entries.capacity, dtype=jnp.int32)[None]
             own = ContextShards.of(cfg, ratio).own_lengths(num_complete(ratio, seen - 1))
             heavy = entries.list_rows(requests, numbers, jnp.minimum(own, entries.capacity))
-        last = rows.list_last(requests, positions, seen, compressed.window, window)
+        last = window.list_last(requests, positions, seen, compressed.window)
         share = ContextShards.of(cfg).own_share(last)
         return cls(requests, rows.page_table[requests], complete, last, share, heavy)
 
 
 @dataclasses.dataclass(frozen=True)
 class _SharedStep:
-    """What all layers share in a step: tokens, their `seen` and queries, and each one's own entry's rotation by ratio.
+    """What all layers share in a step: tokens, queries, and the rotation of each token's own entry by ratio.
 
     A layer with too many queries to list at once lists groups of them itself.
     """
 
     rows: StepRows
     tokens: StepTokens
-    seen: jax.Array  # [T]
     queries: _Queries
     rotations: Mapping[int, Rotation]
 
@@ -164,16 +148,22 @@ class _SharedStep:
         tokens = StepTokens(rows.requests, jnp.where(rows.valid, rows.positions, -1), *requests)
         ratios = {ratio for ratio in compressed_of(cfg).ratios if ratio}
         by = {ratio: entry_rotation(cfg, rows.positions // ratio * ratio) for ratio in ratios}
-        seen = jnp.where(rows.valid, rows.positions + 1, 0)
-        return cls(rows, tokens, seen, _Queries.of(cfg, rows, rows.requests, rows.positions, seen), by)
+        return cls(rows, tokens, _Queries.of(cfg, rows, rows.requests, rows.positions, rows.visible), by)
 
 
 class _Compressor(NamedTuple):
-    """A compressor of a layer: its cache groups, parameters, and what it is `given` of the step's tokens."""
+    """A compressor of a layer: its parameters, what it is `given` of the step's tokens, and names of cache groups.
 
-    names: _Names
+    They are those of its entries, of the parts of entries that are not complete, and of tails. Where entries overlap, a
+    page's first one also needs what the last tokens of the page before give. They lie in that page, so that a request
+    can go on behind it that did not write it.
+    """
+
     params: CompressorParams
     given: jax.Array  # [T, 2 * C]
+    entries: str
+    parts: str
+    tails: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +176,6 @@ class _Layer:
     backend: Backend | None
 
     def group_rows(self, pool: Pool, name: str) -> CacheRows:
-        """Returns the layer's rows of a cache group."""
         layer = self.place.cache_layer if name == WINDOW_LATENTS else self.place.of_ratio
         return CacheRows.of(self.cfg, name, pool, self.rows, layer)
 
@@ -203,13 +192,13 @@ class _Layer:
         """Returns whether kernels complete the layer's entries and write its rings."""
         rotated = self.cfg.qk_rope_head_dim
         return usable(self.kernels) and all(
-            completes(pool[names.entries], params.norm, dtype, rotated, is_key=names.entries == INDEX_KEYS)
-            for names, params, _ in compressors
+            completes(pool[each.entries], each.params.norm, dtype, rotated, is_key=each.entries == INDEX_KEYS)
+            for each in compressors
         )
 
     def complete_with_kernel(self, pool: Pool, each: _Compressor) -> Pool:
         """Returns the pool with the entries that the step completes."""
-        name, by = each.names.entries, self.step.rotations[self.place.ratio]
+        name, by = each.entries, self.step.rotations[self.place.ratio]
         written = complete_entries(
             pool[name], self._given(pool, each), each.params.norm, self.place.of_ratio, self.step.tokens, by.cos,
             by.sin, sizes=self._sizes(pool), eps=self.cfg.rms_norm_eps, is_key=name == INDEX_KEYS,
@@ -220,9 +209,9 @@ class _Layer:
     def write_with_kernel(
         self, pool: Pool, compressors: list[_Compressor], new: jax.Array, out: jax.Array
     ) -> tuple[jax.Array, Pool]:
-        """Returns `out`, and the pool with the rows that the step's last tokens leave in rings; see `write_last`."""
-        named = [(each.names.parts, each.names.tails) for each in compressors]
-        rings = [WINDOW_LATENTS, *(name for names in named for name in names if name is not None)]
+        """Returns `out`, and the pool with the rows that the step's last tokens leave in rings, as `write_after`."""
+        named = [name for each in compressors for name in (each.parts, each.tails) if name is not None]
+        rings = [WINDOW_LATENTS, *named]
         out, before = lax.optimization_barrier((out, {name: pool[name] for name in rings}))
         pool = {**pool, **before}
         given = tuple(self._given(pool, each) for each in compressors)
@@ -233,8 +222,8 @@ class _Layer:
         return out, {**pool, **dict(zip(rings, written, strict=True))}
 
     def _given(self, pool: Pool, each: _Compressor) -> Given:
-        tails = None if each.names.tails is None else pool[each.names.tails]
-        return Given(each.given, each.params.position, pool[each.names.parts], tails)
+        tails = None if each.tails is None else pool[each.tails]
+        return Given(each.given, each.params.position, pool[each.parts], tails)
 
     def _sizes(self, pool: Pool) -> PoolSizes:
         cfg = self.cfg
@@ -243,31 +232,31 @@ class _Layer:
 
     def complete_entries(self, pool: Pool, each: _Compressor, dtype: jnp.dtype) -> Pool:
         """Returns the pool with the entries that the step completes, and with what later ones need of its tokens."""
-        rows, ratio, (names, params, given) = self.rows, self.place.ratio, each
-        new, width = contributions(given, params, self.place.of_ratio, rows.positions), params.norm.shape[-1]
+        rows, ratio, params, width = self.rows, self.place.ratio, each.params, each.params.norm.shape[-1]
+        given = contributions(each.given, params, self.place.of_ratio, rows.positions)
         T, B = len(rows.positions), len(rows.ends)
         exists, at = rows.valid & ((rows.positions + 1) % ratio == 0), jnp.arange(T, dtype=jnp.int32)
         if (most := T // ratio + B) < T:
             (at,) = jnp.nonzero(exists, size=most, fill_value=T)
             exists, at = at < T, jnp.minimum(at, T - 1)
         requests, numbers = rows.requests[at], rows.positions[at] // ratio
-        tokens = window_rows(ratio, numbers, overlaps=names.tails is not None)
-        parts, given = self.group_rows(pool, names.parts), jnp.concatenate([new.values, new.scores], axis=-1)
-        made_of, written = rows.write_last(given, parts, rows.at(requests, tokens, given, parts))
-        pool = {**pool, names.parts: written}
-        if names.tails is not None:
-            tails, first = self.group_rows(pool, names.tails), _first_series(given)
-            tail, written = rows.write_last(first, tails, tails.read(requests, tokens))
+        tokens = window_rows(ratio, numbers, overlaps=each.tails is not None)
+        parts = self.group_rows(pool, each.parts)
+        made_of, written = parts.write_after(parts.read_tokens(requests, tokens, given), given)
+        pool = {**pool, each.parts: written}
+        if each.tails is not None:
+            tails, first = self.group_rows(pool, each.tails), _first_series(given)
+            tail, written = tails.write_after(tails.read(requests, tokens), first)
             page = rows.contexts[requests] // self.cfg.page_size * self.cfg.page_size
             made_of = jnp.where((tokens < page[:, None])[..., None], _with_second_series(tail), made_of)
-            pool = {**pool, names.tails: written}
-        made = pool_window(Contribution(*jnp.split(made_of, 2, axis=-1)), tokens >= 0, width)
+            pool = {**pool, each.tails: written}
+        made = pool_window(made_of, tokens >= 0, width)
         by = entry_rotation(self.cfg, numbers * ratio)
         done = norm_and_rotate(made, params, self.place.of_ratio, by, self.cfg.rms_norm_eps, dtype, self.backend)
-        entries = dataclasses.replace(self.group_rows(pool, names.entries), table=self.step.tokens.page_table)
-        if names.entries != INDEX_KEYS:
+        entries = dataclasses.replace(self.group_rows(pool, each.entries), table=self.step.tokens.page_table)
+        if each.entries != INDEX_KEYS:
             done = encode_rows(done, self.cfg.kv_lora_rank, entries.array.dtype, backend=self.backend)
-            return {**pool, names.entries: entries.write(done, requests, numbers, exists)}
+            return {**pool, each.entries: entries.write(done, requests, numbers, exists)}
         pages, offsets = entries.locate(requests, numbers)
         where: dict[str, Any] = {"layer": self.place.of_ratio, "pages_per_layer": pages_per_layer(self.cfg, pool)}
         keys = dsa.write_keys(entries.array, done, jnp.where(exists, pages, -1), offsets, **where)
@@ -275,7 +264,7 @@ class _Layer:
 
     def attend(
         self,
-        tokens: CompressedTokens,
+        tokens: Projected,
         sink: jax.Array,
         new: jax.Array,
         window: CacheRows,
@@ -308,7 +297,7 @@ class _Layer:
 
         index = () if tokens.index is None else (tokens.index.q, tokens.index.weights)
         size = self._queries_at_once(tokens.q, window, entries, keys)
-        arrays = (tokens.q, *index, rows.requests, rows.positions, self.step.seen)
+        arrays = (tokens.q, *index, rows.requests, rows.positions, rows.visible)
         return by_groups(group, size, arrays, self.backend, exchanges=divided)
 
     def _topk(
@@ -344,7 +333,7 @@ def _attend(
     cfg: ModelConfig,
     step: _SharedStep,
     backend: Backend | None,
-    tokens: CompressedTokens,
+    tokens: Projected,
     params: CompressedAttentionParams,
     place: LayerPlace,
     state: "Pool | SplitState",
@@ -353,14 +342,17 @@ def _attend(
     pool = state_pages(state)
     if (compressor := compressor_of(params, cfg, place.ratio)) is not None:
         assert tokens.entries is not None  # of layers with a compressor
-        compressors.append(_Compressor(_HEAVY if tokens.index is None else _SPARSE, compressor, tokens.entries))
+        heavy, sparse = (HEAVY_ENTRIES, HEAVY_PARTS), (SPARSE_ENTRIES, SPARSE_PARTS, SPARSE_TAILS)
+        names = heavy if tokens.index is None else sparse
+        compressors.append(_Compressor(compressor, tokens.entries, *names))
     if tokens.index is not None:
         assert params.indexer is not None
-        compressors.append(_Compressor(_INDEX, params.indexer.compressor, tokens.index.keys))
+        names = INDEX_KEYS, INDEX_PARTS, INDEX_TAILS
+        compressors.append(_Compressor(params.indexer.compressor, tokens.index.key, *names))
     in_kernels = layer.has_kernels(pool, compressors, dtype)
     for each in compressors:
         pool = layer.complete_with_kernel(pool, each) if in_kernels else layer.complete_entries(pool, each, dtype)
-    groups = [layer.group_rows(pool, each.names.entries) for each in compressors]
+    groups = [layer.group_rows(pool, each.entries) for each in compressors]
     entries, keys = (*groups, None, None)[:2]
     window = layer.group_rows(pool, WINDOW_LATENTS)
     new = encode_rows(tokens.latent, cfg.kv_lora_rank, window.array.dtype, backend=backend)
@@ -374,7 +366,7 @@ def _attend(
     if in_kernels:
         out, pool = layer.write_with_kernel(pool, compressors, new, out)
     else:
-        out, latents = step.rows.write_last(new, window, out)
+        out, latents = window.write_after(out, new)
         pool = {**pool, WINDOW_LATENTS: latents}
     return out, state._replace(pages=pool) if isinstance(state, SplitState) else pool
 

@@ -6,15 +6,18 @@ import jax.numpy as jnp
 from dsv3.config.model import ModelConfig
 from dsv3.model.layers.attention import Attend, LayerPlace
 from dsv3.model.layers.compressed_attention import (
-    IndexQueries,
     compressed_of,
     compressor_of,
+    contributions,
     entry_rotation,
     in_window,
     index_scores,
+    norm_and_rotate,
     num_complete,
+    pool_window,
+    window_rows,
 )
-from dsv3.model.layers.compressor import contributions, norm_and_rotate, pool_window, window_rows
+from dsv3.model.layers.indexer import IndexTokens
 from dsv3.model.layers.linear import layer_slice
 from dsv3.model.params import CompressedAttentionParams, CompressorParams
 from pallas_kernels import dsa
@@ -49,11 +52,10 @@ def _entries(
     """Returns the entries `[B, W, d]` of all whole windows."""
     overlaps, d = place.ratio == compressed_of(cfg).sparse_ratio, params.norm.shape[-1]
     positions = jnp.tile(jnp.arange(len(given) // batch, dtype=jnp.int32), batch)
-    flat = contributions(given, params, place.of_ratio, positions)
-    rows = jax.tree.map(lambda a: a.reshape(batch, -1, a.shape[-1]), flat)
-    entries = jnp.arange(rows.values.shape[1] // place.ratio, dtype=jnp.int32)
+    rows = contributions(given, params, place.of_ratio, positions).reshape(batch, -1, given.shape[-1])
+    entries = jnp.arange(rows.shape[1] // place.ratio, dtype=jnp.int32)
     at = window_rows(place.ratio, entries, overlaps=overlaps)
-    made = pool_window(jax.tree.map(lambda a: a[:, jnp.maximum(at, 0)], rows), at >= 0, d)
+    made = pool_window(rows[:, jnp.maximum(at, 0)], at >= 0, d)
     by = entry_rotation(cfg, jnp.tile(entries * place.ratio, batch))
     done = norm_and_rotate(made.reshape(-1, d), params, place.of_ratio, by, cfg.rms_norm_eps, dtype)
     return done.reshape(made.shape)
@@ -61,7 +63,7 @@ def _entries(
 
 def _seen(
     cfg: ModelConfig,
-    index: IndexQueries | None,
+    index: IndexTokens | None,
     params: CompressedAttentionParams,
     place: LayerPlace,
     batch: int,
@@ -75,7 +77,7 @@ def _seen(
         return seen
     assert params.indexer is not None
     q, weights = (a.reshape(batch, -1, *a.shape[1:]) for a in (index.q, index.weights))
-    keys = _entries(cfg, index.keys, params.indexer.compressor, place, batch, q.dtype)
+    keys = _entries(cfg, index.key, params.indexer.compressor, place, batch, q.dtype)
     scores = jnp.where(seen, index_scores(q, weights, keys), -jnp.inf).reshape(-1, count)
     chosen = dsa.select_topk(scores, jnp.tile(visible, batch), best)
     rows = jnp.arange(len(scores))[:, None]

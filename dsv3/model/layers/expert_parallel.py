@@ -38,11 +38,8 @@ class ExpertParallel:
 
     def start(self, x: Rows, routing: Routing, layer: ExpertLayer) -> Any:
         """Runs the first half: dispatch, experts, and the start of the combine. Returns the transport's handle."""
-
-        def address(x: Rows, routing: Routing) -> TokenRows:
-            return self.address(x, routing, layer)
-
-        rows, here = jax.jit(address)(x, routing), local_experts(self.bounded(layer))
+        rows = jax.jit(functools.partial(self.address, layer=layer))(x, routing)
+        here = local_experts(self.bounded(layer))
         return self.transport.start(rows, here, layer.numerics.backend)
 
     def finish(self, handle: Any, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, RouterStats]:

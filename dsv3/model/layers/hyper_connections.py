@@ -30,16 +30,8 @@ class OneStream:
 
     stream: jax.Array  # [T, D]
 
-    def at(
-        self,
-        params: MixingParams | None,
-        norm: jax.Array,
-        layer: Index,
-        cfg: ModelConfig,
-        backend: Backend | None,
-        ue8m0: bool | None = None,
-    ) -> "OneStream":
-        """Returns the stream at the place of a block."""
+    def at(self, *_: Any) -> "OneStream":
+        """Returns the stream at the place of a block; takes what `Streams.at` does."""
         return self
 
     def idle(self) -> "OneStream":

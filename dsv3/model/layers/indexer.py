@@ -35,6 +35,7 @@ class IndexTokens:
     """The indexer's queries, keys and weights of T tokens.
 
     Queries `[T, Hi, Y]` and keys `[T, Y]` are rotated. `weights` `[T, Hi]` float32 are the heads' factors on a score.
+    In compressed attention `key` `[T, 4 * Y]` float32 is what is `given` to the indexer's own entries.
     """
 
     q: jax.Array

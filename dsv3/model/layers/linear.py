@@ -54,12 +54,10 @@ class QuantizedRows:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """That of the rows."""
         return self.rows.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """`(T, D)`."""
         return self.rows.shape
 
 

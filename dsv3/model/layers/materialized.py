@@ -20,14 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv3.config.model import PAGE_SIZE, ModelConfig
+from dsv3.config.model import PAGE_SIZE
 from dsv3.model.batch import PrefillBatch
-from dsv3.model.context_parallel import ContextShards
-from dsv3.model.layers.attention import Core, materialize_kv
+from dsv3.model.layers.attention import Core, LatentStep, LayerPlace, materialize_kv
 from dsv3.model.layers.linear import Numerics
-from dsv3.model.layers.sparse import Rows, TopkForm
+from dsv3.model.layers.sparse import TopkForm
 from pallas_kernels import mla
-from pallas_kernels.backend import Backend
 from pallas_kernels.grouped import grouped_gemm_contiguous
 from pallas_kernels.search import search
 
@@ -66,33 +64,37 @@ def pack(page_table: jax.Array, lengths: jax.Array, pages: int, page_size: int) 
     )
 
 
-def materialized_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Core:
+def _pack_batch(step: LatentStep, batch: PrefillBatch) -> tuple[Packed, jax.Array]:
+    """Packs the tokens of a batch's requests; also returns where the request of each token begins, 0 in padding."""
+    cfg, rows = step.cfg, step.rows
+    lengths = jnp.where(jnp.diff(batch.cu_lengths) > 0, rows.ends, 0)
+    packed = pack(batch.page_table, lengths, batch.kv_capacity // cfg.page_size, cfg.page_size)
+    return packed, jnp.where(rows.valid, packed.starts[rows.requests], 0)
+
+
+def materialized_core(step: LatentStep, batch: PrefillBatch) -> Core:
     """Attends in prefill: to new and cached tokens, both in materialized form."""
-    K, R, V = batch.kv_capacity, cfg.kv_lora_rank, cfg.v_head_dim
-    new, rows = jnp.diff(batch.cu_lengths), jnp.arange(len(batch.tokens), dtype=jnp.int32)
-    lengths = jnp.where(new > 0, batch.context_lengths + new, 0)
-    packed = pack(batch.page_table, lengths, K // cfg.page_size, cfg.page_size)
-    request = search(batch.cu_lengths[1:], rows, side="right")
-    live, first = rows < batch.cu_lengths[-1], packed.starts[jnp.minimum(request, len(new) - 1)]
-    starts, ends = jnp.where(live, first, 0), jnp.where(live, first + batch.positions + 1, 0)
-    own = jnp.where(live, first + batch.positions, K + rows)
-    token = jnp.full(K, len(rows), jnp.int32).at[own].set(rows, mode="drop", unique_indices=True)
+    cfg, rows, backend = step.cfg, step.rows, step.backend
+    K, R, V, T = batch.kv_capacity, cfg.kv_lora_rank, cfg.v_head_dim, len(batch.tokens)
+    packed, starts = _pack_batch(step, batch)
+    ends, numbers = starts + rows.visible, jnp.arange(T, dtype=jnp.int32)
+    own = jnp.where(rows.valid, starts + rows.positions, K + numbers)
+    token = jnp.full(K, T, jnp.int32).at[own].set(numbers, mode="drop", unique_indices=True)
     live_blocks = packed.counts[:, None] > jnp.arange(0, cfg.page_size, PAGE_SIZE)
     tiles = jnp.where(live_blocks.reshape(-1, _TILE // PAGE_SIZE).any(axis=1), 0, -1)
 
-    def attend(tokens, params, layer, cache_layer, pages):
-        ids = cache_layer * pages_per_layer + packed.page_ids
-        latents = _gather(cfg, pages, ids, packed.counts, tokens.latent.dtype)
+    def attend(tokens, params, place, pages):
+        latents = _gather(step, packed, place, pages, tokens.latent.dtype)
         mine = tokens.latent.at[token].get(mode="clip")  # not rounded by FP8 pages, as in the absorbed form
-        latents = jnp.where((token < len(rows))[:, None], mine, latents)
+        latents = jnp.where((token < T)[:, None], mine, latents)
         latents, shared = latents[:, :R], latents[:, R:]
-        T, H, _ = tokens.q.shape
+        H = tokens.q.shape[1]
         heads = heads_at_once(H, K * (cfg.qk_nope_head_dim + V) * tokens.q.dtype.itemsize)
         how: dict[str, Any] = {"scale": cfg.softmax_scale, "shared_key": shared, "backend": backend}
 
         def up(stack: jax.Array, part: jax.Array) -> jax.Array:
             flat = stack.reshape(-1, heads * stack.shape[2], R)
-            at = layer * (H // heads) + part
+            at = place.layer * (H // heads) + part
             made = grouped_gemm_contiguous(latents, flat, tiles, tile_m=_TILE, group_offset=at, backend=backend)
             return made.reshape(K, heads, stack.shape[2])
 
@@ -108,29 +110,22 @@ def materialized_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: in
 
 
 def _gather(
-    cfg: ModelConfig, pages: jax.Array, ids: jax.Array, counts: jax.Array, dtype: jax.typing.DTypeLike
+    step: LatentStep, packed: Packed, place: LayerPlace, pages: jax.Array, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """Returns the first `counts` `[n]` latents of the pages `ids` `[n]`, zeros behind them: `[n * page_size, W]`."""
-    shards = ContextShards.of(cfg)
-    return shards.join_tokens(mla.gather_latents(pages, ids, shards.own_lengths(counts), cfg.kv_lora_rank, dtype))
+    """Returns the packed latents of a layer `[K, W]`, zeros behind those of each page that are written."""
+    ids, counts = place.cache_layer * step.pages_per_layer + packed.page_ids, step.shards.own_lengths(packed.counts)
+    return step.shards.join_tokens(mla.gather_latents(pages, ids, counts, step.cfg.kv_lora_rank, dtype))
 
 
-def masked_form(
-    cfg: ModelConfig, batch: PrefillBatch, rows: Rows, pages_per_layer: int, backend: Backend | None
-) -> TopkForm:
+def masked_form(step: LatentStep, batch: PrefillBatch) -> TopkForm:
     """Attends in prefill to the top-k tokens, by a mask on all tokens."""
-    visible = rows.visible
-    new = jnp.diff(batch.cu_lengths)
-    lengths = jnp.where(new > 0, batch.context_lengths + new, 0)
-    packed = pack(batch.page_table, lengths, batch.kv_capacity // cfg.page_size, cfg.page_size)
-    starts = jnp.where(visible > 0, packed.starts[rows.requests], 0)
+    visible, (packed, starts), backend = step.rows.visible, _pack_batch(step, batch), step.backend
 
-    def attend(tokens, params, layer, cache_layer, latents, topk_indices):
-        ids = cache_layer * pages_per_layer + packed.page_ids
-        rows_of_tokens = _gather(cfg, latents, ids, packed.counts, tokens.latent.dtype)
-        k, shared, v = materialize_kv(rows_of_tokens, params, layer, Numerics(backend))
+    def attend(tokens, params, place, latents, topk_indices):
+        rows_of_tokens = _gather(step, packed, place, latents, tokens.latent.dtype)
+        k, shared, v = materialize_kv(rows_of_tokens, params, place.layer, Numerics(backend))
         bits = mla.topk_bitmask(starts[:, None] + topk_indices, topk_indices < visible[:, None], batch.kv_capacity)
-        how: dict[str, Any] = {"scale": cfg.softmax_scale, "shared_key": shared, "backend": backend}
+        how: dict[str, Any] = {"scale": step.cfg.softmax_scale, "shared_key": shared, "backend": backend}
         return mla.mla_prefill_topk(tokens.q, k, v, bits, starts, starts + visible, **how)
 
     return TopkForm(attend, copies=0)

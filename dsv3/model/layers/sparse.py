@@ -10,6 +10,7 @@ whether queries need top-k. In a layer without an indexer, rows see no tokens an
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -19,29 +20,23 @@ from jax import lax
 
 from dsv3.config.model import INDEX_KEYS, LATENTS, ModelConfig
 from dsv3.kv_cache.layout import Pool
-from dsv3.model.batch import DecodeBatch, PrefillBatch
-from dsv3.model.context_parallel import ContextShards
 from dsv3.model.layers.attention import (
     Attend,
-    CachePositions,
     Core,
+    LatentStep,
+    LayerPlace,
     Projected,
     absorb,
-    decode_cache_positions,
-    decode_positions,
-    prefill_cache_positions,
     project_values,
-    write_latents,
 )
 from dsv3.model.layers.indexer import IndexTokens, either, index_layers, indexer_of, lookup, shares_topk
 from dsv3.model.layers.linear import Index
 from dsv3.model.params import AttentionParams
 from pallas_kernels import dsa
 from pallas_kernels.backend import Backend, blocks_host, resolve_backend
-from pallas_kernels.search import search
 
-TopkCore = Callable[[Projected, AttentionParams, Index, Index, jax.Array, jax.Array], jax.Array]
-"""Attends to top-k tokens: from tokens, parameters, layer, cache layer, pages and indices `[T, Kt]` to `[T, H, V]`."""
+TopkCore = Callable[[Projected, AttentionParams, LayerPlace, jax.Array, jax.Array], jax.Array]
+"""Attends to top-k tokens: from those of `Core` and their indices `[T, Kt]` to `[T, H, V]`."""
 
 
 class TopkForm(NamedTuple):
@@ -63,31 +58,6 @@ class SharedTopk:
     topk_indices: tuple[jax.Array, ...]
 
 
-class Rows(NamedTuple):
-    """The query rows of a batch: cache positions, requests, and the number of tokens that each sees."""
-
-    cache_positions: CachePositions
-    requests: jax.Array  # [T] int32, row of the page table
-    visible: jax.Array  # [T] int32, 0 in padding
-    page_table: jax.Array  # [B, Mp]
-
-
-def prefill_rows(batch: PrefillBatch, cfg: ModelConfig) -> Rows:
-    """Returns the rows of a prefill batch: each token sees itself and the tokens before it."""
-    B, rows = len(batch.page_table), jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-    chunk = search(batch.cu_lengths[1:], rows, side="right")
-    visible = jnp.where(chunk < B, batch.positions + 1, 0)
-    return Rows(prefill_cache_positions(batch, cfg), jnp.minimum(chunk, B - 1), visible, batch.page_table)
-
-
-def decode_rows(batch: DecodeBatch, cfg: ModelConfig) -> Rows:
-    """Returns the rows `[B * S]` of a decode batch."""
-    B, S = batch.tokens.shape
-    requests = jnp.repeat(jnp.arange(B, dtype=jnp.int32), S)
-    visible = jnp.maximum(decode_positions(batch).reshape(-1) + 1, 0)
-    return Rows(decode_cache_positions(batch, cfg), requests, visible, batch.page_table)
-
-
 def initial_state(cfg: ModelConfig, pages: Any, rows: tuple[int, ...]) -> Any:
     """Returns the attention state of a step whose micro-batches have `rows` rows each, from its pages."""
     if not shares_topk(cfg):
@@ -100,43 +70,32 @@ def state_pages(state: Any) -> Any:
     return state if isinstance(state, Mapping) else state.pages
 
 
-def sparse_attend(
-    cfg: ModelConfig,
-    rows: Rows,
-    needs_topk: bool | jax.Array,
-    pages_per_layer: int,
-    backend: Backend | None,
-    dense: Core,
-    sparse: TopkForm,
-    number: int = 0,
-) -> Attend:
+def sparse_attend(step: LatentStep, needs_topk: bool | jax.Array, dense: Core, sparse: TopkForm, number: int) -> Attend:
     """Writes latents and index keys, then attends to all tokens or, if queries need it, to the top-k tokens.
 
     `number` is that of the micro-batch. The state is the page pool, or `SharedTopk`.
     """
 
     def attend(tokens, params, place, state):
-        layer, cache_layer = place.layer, place.cache_layer
-        pages = _written(cfg, tokens, rows.cache_positions, cache_layer, state_pages(state), pages_per_layer, backend)
+        pages = _written(step, tokens, place, state_pages(state))
 
         def all_tokens() -> jax.Array:
-            return dense(tokens, params, layer, cache_layer, pages[LATENTS])
+            return dense(tokens, params, place, pages[LATENTS])
 
         if needs_topk is False:
             return all_tokens(), _with(state, pages)
         last = state.topk_indices[number] if isinstance(state, SharedTopk) else None
-        at_once = dsa.rows_at_once(pages[LATENTS], rows.page_table, sparse.copies)
-        select = _topk_selector(cfg, rows, tokens.index, cache_layer, pages, pages_per_layer, last, at_once, backend)
+        at_once = dsa.rows_at_once(pages[LATENTS], step.rows.page_table, sparse.copies)
+        select = _topk_selector(step, tokens.index, place, pages[INDEX_KEYS], last, at_once)
 
         def topk_tokens(topk_indices: jax.Array) -> jax.Array:
-            return sparse.attend(tokens, params, layer, cache_layer, pages[LATENTS], topk_indices)
+            return sparse.attend(tokens, params, place, pages[LATENTS], topk_indices)
 
         if last is None:
             return either(needs_topk, lambda: topk_tokens(select()), all_tokens), _with(state, pages)
         topk_indices = either(needs_topk, select, lambda: last)
-        return either(needs_topk, lambda: topk_tokens(topk_indices), all_tokens), _with(
-            state, pages, topk_indices, number
-        )
+        out = either(needs_topk, lambda: topk_tokens(topk_indices), all_tokens)
+        return out, _with(state, pages, topk_indices, number)
 
     return attend
 
@@ -150,116 +109,81 @@ def _with(state: Any, pages: Any, topk_indices: jax.Array | None = None, number:
     return SharedTopk(pages, (*state.topk_indices[:number], topk_indices, *state.topk_indices[number + 1 :]))
 
 
-def _written(
-    cfg: ModelConfig,
-    tokens: Any,
-    cache_positions: CachePositions,
-    cache_layer: Index,
-    pages: Pool,
-    pages_per_layer: int,
-    backend: Backend | None,
-) -> Pool:
+def _written(step: LatentStep, tokens: Any, place: LayerPlace, pages: Pool) -> Pool:
     """Writes the tokens' latents, and their index keys in a layer that has an indexer; returns the pages."""
-    table = index_layers(cfg)
-    ids = (
-        cache_positions.page_ids
-        if table.has.all()
-        else jnp.where(lookup(table.has, cache_layer), cache_positions.page_ids, -1)
-    )
-    layer = lookup(table.in_pool, cache_layer)
-    keys = pages[INDEX_KEYS]
-    where: dict[str, Any] = {"layer": layer, "pages_per_layer": pages_per_layer}
+    table, (ids, offsets) = index_layers(step.cfg), step.positions
+    if not table.has.all():
+        ids = jnp.where(lookup(table.has, place.cache_layer), ids, -1)
+    layer = lookup(table.in_pool, place.cache_layer)
+    where: dict[str, Any] = {"layer": layer, "pages_per_layer": step.pages_per_layer}
     return {
         **pages,
-        LATENTS: write_latents(cfg, pages[LATENTS], tokens, cache_positions, cache_layer, pages_per_layer, backend),
-        INDEX_KEYS: dsa.write_keys(keys, tokens.index.key, ids, cache_positions.offsets, **where),
+        LATENTS: step.write(tokens, place, pages[LATENTS]),
+        INDEX_KEYS: dsa.write_keys(pages[INDEX_KEYS], tokens.index.key, ids, offsets, **where),
     }
 
 
 def _topk_selector(
-    cfg: ModelConfig,
-    rows: Rows,
-    index: IndexTokens,
-    cache_layer: Index,
-    pages: Pool,
-    pages_per_layer: int,
-    last: jax.Array | None,
-    at_once: int,
-    backend: Backend | None,
+    step: LatentStep, index: IndexTokens, place: LayerPlace, keys: jax.Array, last: jax.Array | None, at_once: int
 ) -> Callable[[], jax.Array]:
     """Returns a function that computes the top-k indices `[T, Kt]` of all rows, `at_once` rows at a time.
 
     In a layer without an indexer it returns the `last` indices.
     """
-    table, topk, shards = index_layers(cfg), indexer_of(cfg).topk, ContextShards.of(cfg)
-    first_page = lookup(table.in_pool, cache_layer) * pages_per_layer
+    rows, backend, shards = step.rows, step.backend, step.shards
+    table, topk = index_layers(step.cfg), indexer_of(step.cfg).topk
+    first_page = lookup(table.in_pool, place.cache_layer) * step.pages_per_layer
 
     def group(q: jax.Array, weights: jax.Array, requests: jax.Array, visible: jax.Array) -> jax.Array:
         page_table = rows.page_table[requests]
         where: dict[str, Any] = {"first_page": first_page, "topk": topk, "backend": backend}
-        return shards.topk_indices(q, weights, pages[INDEX_KEYS], page_table, visible, **where)
+        return shards.topk_indices(q, weights, keys, page_table, visible, **where)
 
     def select(visible: jax.Array) -> jax.Array:
         arrays = index.q, index.weights, rows.requests, visible
         return by_groups(group, at_once, arrays, backend, exchanges=shards.size > 1)
 
-    def select_all() -> jax.Array:
-        return select(rows.visible)
-
+    select_all = functools.partial(select, rows.visible)
     if last is None or table.has.all():
         return select_all
-    has = lookup(table.has, cache_layer)
+    has = lookup(table.has, place.cache_layer)
     if isinstance(has, bool) or not blocks_host(resolve_backend(requested=backend)):
         return lambda: either(has, select_all, lambda: last)
     return lambda: jnp.where(has, select(jnp.where(has, rows.visible, 0)), last)
 
 
-def copying_form(cfg: ModelConfig, rows: Rows, pages_per_layer: int, backend: Backend | None) -> TopkForm:
+def copying_form(step: LatentStep) -> TopkForm:
     """Attends in absorbed form to copies of the top-k tokens' latents."""
-
-    def attend(tokens, params, layer, cache_layer, latents, topk_indices):
-        first_page = cache_layer * pages_per_layer
-        out = _attend_topk(
-            cfg, rows, absorb(tokens, params, layer, backend), topk_indices, latents, first_page, backend
-        )
-        return project_values(out, params, layer, backend)
-
-    return TopkForm(attend, copies=indexer_of(cfg).topk)
-
-
-def _attend_topk(
-    cfg: ModelConfig,
-    rows: Rows,
-    queries: jax.Array,
-    topk_indices: jax.Array,
-    latents: jax.Array,
-    first_page: jax.Array,
-    backend: Backend | None,
-) -> jax.Array:
-    """Returns the attention `[T, H, R]` of absorbed queries `[T, H, R + P]` to the top-k tokens `[T, Kt]`."""
-    topk, shards = indexer_of(cfg).topk, ContextShards.of(cfg)
+    cfg, rows, backend, shards = step.cfg, step.rows, step.backend, step.shards
+    topk = indexer_of(cfg).topk
     padding = dsa.topk_width(topk) - topk
 
-    def group(q: jax.Array, positions: jax.Array, requests: jax.Array, visible: jax.Array) -> jax.Array:
-        counts = jnp.minimum(visible, topk)
-        if shards.size > 1:
-            positions, counts = shards.own_tokens(positions, positions < visible[:, None])
-        out = dsa.attend_topk(
-            shards.join_heads(q),
-            latents,
-            rows.page_table[requests],
-            jnp.pad(positions, ((0, 0), (0, padding))),
-            counts,
-            scale=cfg.softmax_scale,
-            first_page=first_page,
-            value_width=cfg.kv_lora_rank,
-            backend=backend,
-        )
-        return shards.merge(*out)[0]
+    def attend(tokens, params, place, latents, topk_indices):
+        first_page = place.cache_layer * step.pages_per_layer
 
-    size = dsa.rows_at_once(latents, rows.page_table, topk)
-    arrays = queries, topk_indices, rows.requests, rows.visible
-    return by_groups(group, size, arrays, backend, exchanges=shards.size > 1)
+        def group(q: jax.Array, positions: jax.Array, requests: jax.Array, visible: jax.Array) -> jax.Array:
+            counts = jnp.minimum(visible, topk)
+            if shards.size > 1:
+                positions, counts = shards.own_tokens(positions, positions < visible[:, None])
+            out = dsa.attend_topk(
+                shards.join_heads(q),
+                latents,
+                rows.page_table[requests],
+                jnp.pad(positions, ((0, 0), (0, padding))),
+                counts,
+                scale=cfg.softmax_scale,
+                first_page=first_page,
+                value_width=cfg.kv_lora_rank,
+                backend=backend,
+            )
+            return shards.merge(*out)[0]
+
+        size = dsa.rows_at_once(latents, rows.page_table, topk)
+        arrays = absorb(tokens, params, place.layer, backend), topk_indices, rows.requests, rows.visible
+        out = by_groups(group, size, arrays, backend, exchanges=shards.size > 1)
+        return project_values(out, params, place.layer, backend)
+
+    return TopkForm(attend, copies=topk)
 
 
 def by_groups(

@@ -52,7 +52,7 @@ def _run_hooked(
 
     def body(carry, places):
         (place,), (x, pages) = places, carry
-        experts = stack.experts(place, context.numerics)
+        experts = batch.layer(place).experts
         block, pages = batch.attention(place, x, pages)
         normed, routing = batch.choose(place, block)
         handle = parallel.start(normed, routing, experts)

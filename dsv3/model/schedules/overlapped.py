@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.device_rates import LAUNCH_S
-from dsv3.model.decoder import LayerContext, Stack, ends, experts_block, scan_layers
+from dsv3.model.decoder import LayerContext, Stack, ends, scan_layers
 from dsv3.model.layers.experts import RouterStats
 from dsv3.model.layers.hyper_connections import Block, Residual
 from dsv3.model.schedules.stages import MicroBatch, Routed
@@ -78,7 +78,7 @@ def run_prefill(
     def body(carry, places):
         x0, x1, pages, routed0, computed0 = carry
         previous, here = places
-        combine0 = zero.start_combine(computed0)
+        combine0 = zero.start_combine(computed0, routed0)
         x1, pages = one.attention(here, x1, pages)
         routed1 = one.route(here, x1)
         shared0 = zero.shared(previous, routed0.normed)
@@ -91,20 +91,20 @@ def run_prefill(
         sent0 = zero.dispatch(routed0)
         halfway1 = one.gate_up(here, sent1)
         sent0 = zero.forward(sent0)
-        back1 = one.start_return(*one.down(here, halfway1))
+        back1 = one.start_return(*one.down(here, *halfway1))
         halfway0 = zero.gate_up(here, sent0)
-        combine1 = one.cross_back(back1)
-        reduce0 = zero.start_reduce(*zero.down(here, halfway0))
+        combine1 = one.cross_back(back1, routed1)
+        reduce0 = zero.start_reduce(*zero.down(here, *halfway0))
         shared1 = one.shared(here, routed1.normed)
         computed0 = zero.finish_reduce(reduce0)
         x1, stats1 = one.finish_combine(here, x1, routed1, combine1, shared1)
         return (x0, x1, pages, routed0, computed0), (stats0, stats1)
 
     def last(x0, routed0, computed0):
-        handle = zero.start_combine(computed0)
+        handle = zero.start_combine(computed0, routed0)
         return zero.finish_combine(end, x0, routed0, handle, zero.shared(end, routed0.normed))
 
-    idle = experts_block(stack, first, zero.context, x[0]).idle()
+    idle = zero.layer(first).at_experts(x[0]).idle()
     carry: Any = idle, x[1], pages, *_nothing(zero, idle)
     carry, (stats0, stats1) = scan_layers(stack, zero.context.cfg, body, carry, ordered, PREVIOUS)
     x0, x1, pages, routed0, computed0 = carry
@@ -130,7 +130,7 @@ def run_decode(
         sent0 = zero.dispatch(routed0)
         shared0 = zero.shared(place, routed0.normed)
         x1, tokens1 = one.project(place, x1)
-        combine0 = zero.compute(place, sent0)
+        combine0 = zero.compute(place, sent0, routed0)
         heads1, pages = one.core(place, tokens1, pages)
         x1, routed1 = one.output(place, x1, heads1)
         return combine0, shared0, x1, routed1, pages
@@ -143,7 +143,7 @@ def run_decode(
         shared1 = one.shared(here, routed1.normed)
         x0, stats0 = zero.finish_combine(here, x0, routed0, combine0, shared0)
         x0, tokens0 = zero.project(following, x0)
-        combine1 = one.compute(here, sent1)
+        combine1 = one.compute(here, sent1, routed1)
         heads0, pages = zero.core(following, tokens0, pages)
         x0, routed0 = zero.output(following, x0, heads0)
         x1, stats1 = one.finish_combine(here, x1, routed1, combine1, shared1)
@@ -154,7 +154,7 @@ def run_decode(
         sent1 = one.dispatch(routed1)
         shared1 = one.shared(end, routed1.normed)
         x0, stats0 = zero.finish_combine(end, x0, routed0, combine0, shared0)
-        combine1 = one.compute(end, sent1)
+        combine1 = one.compute(end, sent1, routed1)
         x1, stats1 = one.finish_combine(end, x1, routed1, combine1, shared1)
         return x0, x1, pages, _sum(stats0, stats1)
 

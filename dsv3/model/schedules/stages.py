@@ -11,23 +11,21 @@ The stages of a layer in order; those in brackets exist only with a second hop:
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, NamedTuple
+from typing import Concatenate, NamedTuple
 
 import jax
 
-from dsv3.model import decoder
-from dsv3.model.decoder import LayerContext, Stack
+from dsv3.model.decoder import DecoderLayer, LayerContext, Stack
 from dsv3.model.layers import experts
 from dsv3.model.layers.attention import LayerPlace
 from dsv3.model.layers.expert_parallel import ExpertParallel, count
-from dsv3.model.layers.experts import ExpertActivations, ExpertLayer, RouterStats
+from dsv3.model.layers.experts import ExpertActivations, RouterStats
 from dsv3.model.layers.hyper_connections import Block, Residual
 from dsv3.model.layers.linear import Rows
 from dsv3.model.layers.router import Routing
-from sharding.experts.exchange import CombineHandle, PeerSums, start_return, total
-from sharding.experts.hop import DispatchHandle, Hop, Queued
+from sharding.experts.exchange import CombineHandle, PeerSums, finish_exchange, start_return, total
+from sharding.experts.hop import DispatchHandle, Hop, Queued, Received
 from sharding.experts.rows import TokenRows
-from sharding.wire.collectives import Transfer
 
 
 class Routed(NamedTuple):
@@ -36,25 +34,6 @@ class Routed(NamedTuple):
     normed: Rows  # [T, D], the shared expert's input
     ids: jax.Array  # [T, K], experts
     queued: Queued
-
-
-class Halfway(NamedTuple):
-    """A micro-batch between the two products of its experts.
-
-    `queued` are its rows before their last hop; `origins` and `overflows` are `Received`'s after it.
-    """
-
-    activations: ExpertActivations
-    queued: Queued
-    origins: Any
-    overflows: tuple[jax.Array, ...]
-
-
-class Combining(NamedTuple):
-    """A started combine: partial sums on their way to the devices that sent the rows."""
-
-    transfer: Transfer
-    overflows: tuple[jax.Array, ...]  # of everything behind the first hop
 
 
 def named[**P, R](stage: Callable[Concatenate["MicroBatch", P], R]) -> Callable[Concatenate["MicroBatch", P], R]:
@@ -85,6 +64,18 @@ def unit[**P, R](
     return run
 
 
+def layer_unit[**P, R](
+    function: Callable[Concatenate[DecoderLayer, P], R],
+) -> Callable[Concatenate["MicroBatch", LayerPlace, P], R]:
+    """Returns a stage that calls a method of the decoder layer as one `unit`."""
+
+    @functools.wraps(function)
+    def stage(batch: "MicroBatch", place: LayerPlace, *arrays: P.args, **named: P.kwargs) -> R:
+        return function(batch.layer(place), *arrays, **named)
+
+    return unit(stage)
+
+
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
     """One micro-batch in a stack of MoE layers: its layer context, and the stages."""
@@ -106,20 +97,21 @@ class MicroBatch:
     def hops(self) -> tuple[Hop, ...]:
         return tuple(hop.of_micro_batch(self.number) for hop in self.parallel.transport.hops)
 
-    def experts(self, place: LayerPlace) -> ExpertLayer:
-        return self.stack.experts(place, self.context.numerics)
+    def layer(self, place: LayerPlace) -> DecoderLayer:
+        return DecoderLayer(self.stack, place, self.context)
 
-    @unit
-    def choose(self, place: LayerPlace, x: Block) -> tuple[Rows, Routing]:
-        """Runs norm and router: returns the experts' input, [T, D], and the routing."""
-        normed = decoder.post_normed(self.stack, place, self.context, x)
-        return normed, decoder.choose_experts(self.stack, place, self.context, normed)
+    choose = layer_unit(DecoderLayer.choose_experts)
+    attention = layer_unit(DecoderLayer.attention)
+    project = layer_unit(DecoderLayer.project)
+    core = layer_unit(DecoderLayer.core)
+    shared = layer_unit(DecoderLayer.shared_expert)
+    add = layer_unit(DecoderLayer.add_experts)
 
     @unit
     def route(self, place: LayerPlace, x: Block) -> Routed:
         """Runs norm and router, and queues the rows to send."""
         normed, routing = self.choose(place, x)
-        rows = self.parallel.address(normed, routing, self.experts(place))
+        rows = self.parallel.address(normed, routing, self.layer(place).experts)
         return Routed(normed, routing.ids, self.hops[0].enqueue(rows, self.context.numerics.backend))
 
     @named
@@ -136,25 +128,30 @@ class MicroBatch:
         return self.hops[1].send(self.hops[1].enqueue(arrived.rows, self.context.numerics.backend))
 
     @named
-    def gate_up(self, place: LayerPlace, sent: DispatchHandle) -> Halfway:
-        """Finishes the last hop, and computes the first product of the experts."""
-        rows, origins, overflows = self.hops[-1].receive(sent)
-        return Halfway(self._gate_up(place, rows), sent.queued, origins, overflows)
+    def gate_up(self, place: LayerPlace, sent: DispatchHandle) -> tuple[ExpertActivations, Received, Queued]:
+        """Finishes the last hop, and computes the first product of the experts; also returns the hop's rows and queues.
+
+        `down` takes all three.
+        """
+        received = self.hops[-1].receive(sent)
+        return self._gate_up(place, received.rows), received, sent.queued
 
     @unit
     def _gate_up(self, place: LayerPlace, rows: TokenRows) -> ExpertActivations:
-        here = self.parallel.bounded(self.experts(place))
+        here = self.parallel.bounded(self.layer(place).experts)
         return experts.gate_up(rows.payload, Routing(rows.ids, rows.weights), here)
 
     @named
-    def down(self, place: LayerPlace, halfway: Halfway) -> tuple[PeerSums, Queued]:
+    def down(
+        self, place: LayerPlace, activations: ExpertActivations, received: Received, queued: Queued
+    ) -> tuple[PeerSums, Queued]:
         """Computes the second product: the sums of the rows of the last hop, and their queues."""
-        sums, overflow = self._down(place, halfway.activations), halfway.activations.overflow
-        return PeerSums.from_experts(sums, overflow, halfway.overflows, halfway.origins), halfway.queued
+        sums = self._down(place, activations)
+        return PeerSums.from_experts(sums, activations.overflow, received.overflows, received.origins), queued
 
     @unit
     def _down(self, place: LayerPlace, activations: ExpertActivations) -> jax.Array:
-        return experts.down(activations, self.experts(place))
+        return experts.down(activations, self.layer(place).experts)
 
     @named
     def start_reduce(self, computed: PeerSums, queued: Queued) -> CombineHandle | PeerSums:
@@ -166,20 +163,19 @@ class MicroBatch:
         """Returns the partial sums of the rows of the first hop."""
         if isinstance(reducing, PeerSums):
             return reducing
-        return PeerSums(self.hops[1].receive_back(reducing.transfer, reducing.queued), reducing.overflows)
+        return PeerSums(*finish_exchange(reducing, self.hops[1]))
 
     @named
-    def start_combine(self, computed: PeerSums) -> Combining:
-        """Starts the combine of the first hop."""
-        return Combining(self.hops[0].send_back(computed.sums, computed.origins), computed.overflows)
+    def start_combine(self, computed: PeerSums, routed: Routed) -> CombineHandle:
+        """Starts the combine of the first hop: partial sums return to the devices that sent the rows."""
+        return start_return(computed, routed.queued, self.hops[0])
 
     @named
     def finish_combine(
-        self, place: LayerPlace, x: Block, routed: Routed, combining: Combining, shared: jax.Array | None
+        self, place: LayerPlace, x: Block, routed: Routed, combining: CombineHandle, shared: jax.Array | None
     ) -> tuple[Residual, RouterStats]:
         """Returns `x` after the MoE layer: the combined sums, and the shared expert."""
-        y = self.hops[0].receive_back(combining.transfer, routed.queued)
-        overflows = (routed.queued.overflows, *combining.overflows)
+        y, overflows = finish_exchange(combining, self.hops[0])
         return self._finish_combine(place, x, y, routed.ids, overflows, shared)
 
     @unit
@@ -195,51 +191,24 @@ class MicroBatch:
         y = self.parallel.shards.join(y, ids.shape[0])
         router_stats = RouterStats(count(ids, self.stack.moe.router.shape[1]), total(overflows))
         router_stats = self.context.with_ids(router_stats, ids)
-        return decoder.add_experts(self.stack, place, self.context, x, y, shared), router_stats
+        return self.layer(place).add_experts(x, y, shared), router_stats
 
-    def start_return(self, computed: PeerSums, queued: Queued) -> CombineHandle | Combining:
+    @named
+    def start_return(self, computed: PeerSums, queued: Queued) -> CombineHandle:
         """Starts the combine of the last hop."""
-        reducing = self.start_reduce(computed, queued)
-        return self.start_combine(reducing) if isinstance(reducing, PeerSums) else reducing
+        return start_return(computed, queued, self.hops[-1])
 
-    def cross_back(self, returning: CombineHandle | Combining) -> Combining:
+    def cross_back(self, returning: CombineHandle, routed: Routed) -> CombineHandle:
         """Starts the combine of the first hop, if that is not the last one."""
-        if isinstance(returning, Combining):
-            return returning
-        return self.start_combine(self.finish_reduce(returning))
+        return returning if len(self.hops) == 1 else self.start_combine(self.finish_reduce(returning), routed)
 
-    def compute(self, place: LayerPlace, sent: DispatchHandle) -> Combining:
+    def compute(self, place: LayerPlace, sent: DispatchHandle, routed: Routed) -> CombineHandle:
         """Computes the rows of a started first hop, and starts their combine."""
-        halfway = self.gate_up(place, self.forward(sent))
-        return self.cross_back(self.start_return(*self.down(place, halfway)))
-
-    @unit
-    def shared(self, place: LayerPlace, normed: Rows) -> jax.Array | None:
-        """Returns the shared expert's part [T, D]."""
-        return decoder.shared_expert(self.stack, place, self.context, normed)
-
-    @unit
-    def add(self, place: LayerPlace, x: Block, y: jax.Array, shared: jax.Array | None) -> Residual:
-        """Returns the residual after the experts."""
-        return decoder.add_experts(self.stack, place, self.context, x, y, shared)
-
-    @unit
-    def attention(self, place: LayerPlace, x: Residual, pages: Any) -> tuple[Block, Any]:
-        """Runs the whole attention block: returns the residual and the pages."""
-        return decoder.attention_block(self.stack, place, self.context, x, pages)
-
-    @unit
-    def project(self, place: LayerPlace, x: Residual) -> tuple[Block, Any]:
-        """Runs the part of attention before its core."""
-        return decoder.queries(self.stack, place, self.context, x)
-
-    @unit
-    def core(self, place: LayerPlace, tokens: Any, pages: Any) -> tuple[jax.Array, Any]:
-        """Runs the attention core: returns outputs of all heads [T, H, V], and the pages."""
-        return decoder.core(self.stack, place, self.context, tokens, pages)
+        computed = self.down(place, *self.gate_up(place, self.forward(sent)))
+        return self.cross_back(self.start_return(*computed), routed)
 
     @unit
     def output(self, place: LayerPlace, x: Block, heads: jax.Array) -> tuple[Block, Routed]:
         """Runs the part of attention after its core, and the router."""
-        x = decoder.output(self.stack, place, self.context, x, heads)
+        x = self.layer(place).output(x, heads)
         return x, self.route(place, x)

@@ -6,9 +6,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dsv3.checkpoint.deepseek_v4 import stored_tensors
 from dsv3.config.hugging_face import from_hf
 from dsv3.config.model import ModelConfig
+from tests.dsv3.checkpoint.deepseek_v4_tensors import stored_tensors
 from tests.dsv3.checkpoint.hf import E4M3, Tensors
 from tests.dsv3.deepseek_v4 import FLASH, FLASH_0731
 

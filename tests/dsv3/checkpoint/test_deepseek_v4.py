@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv3.checkpoint import CheckpointError, convert_checkpoint, layout, load_params, save_hf
-from dsv3.checkpoint.deepseek_v4 import stored_tensors
 from dsv3.config.hugging_face import from_hf, load_config
 from dsv3.config.model import ModelConfig
 from dsv3.model.params import Fp4Weight, declare
@@ -21,6 +20,7 @@ from pallas_kernels.grouped import dequantize_four_bit
 from sharding.mesh import partition, rank_mesh
 from tests.dsv3.checkpoint import deepseek_v4 as v4
 from tests.dsv3.checkpoint import hf
+from tests.dsv3.checkpoint.deepseek_v4_tensors import stored_tensors
 from tests.dsv3.checkpoint.trees import assert_same_bits, by_path
 from tests.dsv3.deepseek_v4 import FLASH, PRO
 from tests.dsv3.model.deepseek_v4 import MEMBERS, model

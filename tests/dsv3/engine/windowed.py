@@ -15,8 +15,7 @@ from dsv3.config.model import DRAFT_ROWS, PAGE_SIZE, CacheGroup, ModelConfig
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.functions import StepFunctions
 from dsv3.kv_cache.layout import Pool
-from dsv3.model.batch import DecodeBatch, PrefillBatch
-from dsv3.model.layers.cache_rows import StepRows
+from dsv3.model.batch import DecodeBatch, PrefillBatch, StepRows
 from tests.dsv3.engine import toy
 
 WINDOW, STATE, EACH = 20, 12, 4
@@ -98,7 +97,7 @@ def _read(pages: Pool, rows: StepRows, i: jax.Array, length: jax.Array) -> jax.A
 
 def prefill(params: jax.Array, cfg: ModelConfig, batch: PrefillBatch, pages: Pool) -> toy.ToyOutput:
     """Only the last row of a chunk has a hidden state: rings have no earlier one."""
-    T, B, rows = batch.tokens.shape[0], batch.page_table.shape[0], StepRows.from_prefill(batch)
+    T, B, rows = batch.tokens.shape[0], batch.page_table.shape[0], StepRows.of(batch)
     pages = _write(pages, rows, batch.tokens)
     hidden = jax.vmap(lambda i: _read(pages, rows, i, rows.ends[i]))(jnp.arange(B))
     last = jnp.where(rows.ends > rows.contexts, batch.cu_lengths[1:] - 1, T)
@@ -113,7 +112,7 @@ def decode(params: jax.Array, cfg: ModelConfig, batch: DecodeBatch, pages: Pool)
     for i in range(S):
         lengths = jnp.where(batch.lengths > 0, batch.lengths - (S - 1 - i), 0)
         one = dataclasses.replace(batch, tokens=batch.tokens[:, i : i + 1], lengths=lengths)
-        rows = StepRows.from_decode(one)
+        rows = StepRows.of(one)
         pages = _write(pages, rows, one.tokens[:, 0])
         hidden.append(jax.vmap(lambda b, rows=rows, pages=pages: _read(pages, rows, b, rows.ends[b]))(jnp.arange(B)))
     return toy.ToyOutput(jnp.stack(hidden, axis=1) + params, pages)

@@ -11,7 +11,7 @@ import numpy as np
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache import layout
 from dsv3.model import DecodeBatch, PrefillBatch, decode, logits, prefill
-from dsv3.model.decoder import LayerContext, Places, Stack, run_layer, scan_layers
+from dsv3.model.decoder import DecoderLayer, LayerContext, Places, Stack, scan_layers
 from dsv3.model.params import Params
 from dsv3.model.schedules import PLAIN, Schedule
 from pallas_kernels import invariance
@@ -50,8 +50,8 @@ def _run_in_turn(stack: Stack, contexts: tuple[LayerContext, ...], x: tuple[Any,
 
     def body(carry: Any, places: Places) -> Any:
         (place,), (later, earlier, state) = places, carry
-        earlier, state, first = run_layer(stack, place, contexts[1], earlier, state)
-        later, state, second = run_layer(stack, place, contexts[0], later, state)
+        earlier, state, first = DecoderLayer(stack, place, contexts[1]).run(earlier, state)
+        later, state, second = DecoderLayer(stack, place, contexts[0]).run(later, state)
         return (later, earlier, state), jax.tree.map(jnp.add, first, second)
 
     (*x, state), router_stats = scan_layers(stack, contexts[0].cfg, body, (*x, state))

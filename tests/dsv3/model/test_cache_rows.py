@@ -10,24 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.model import DecodeBatch, PrefillBatch
-from dsv3.model.layers.cache_rows import CacheRows, StepRows
+from dsv3.model.batch import StepRows
+from dsv3.model.layers.cache_rows import CacheRows
 
 PAGES, TABLE, SIZE, RING = 12, 4, 8, 5
-
-
-def rows_of(batch: PrefillBatch | DecodeBatch) -> StepRows:
-    return StepRows.from_prefill(batch) if isinstance(batch, PrefillBatch) else StepRows.from_decode(batch)
 
 
 @functools.partial(jax.jit, static_argnames="per_page")
 def kept(batch: PrefillBatch | DecodeBatch, array: jax.Array, new: jax.Array, per_page: int) -> tuple[jax.Array, ...]:
     """The array after the step; pages and rows of its tokens, and which of them are written."""
-    rows = rows_of(batch)
+    rows = StepRows.of(batch)
     table = rows.window_table if per_page == SIZE else rows.slots[:, None]
-    cached = CacheRows(array, table, 0, len(array), per_page)
+    cached = CacheRows(rows, array, table, 0, len(array), per_page)
     places = cached.locate(rows.requests, rows.positions)
     lasting = rows.valid & cached.is_last_write(rows.positions, rows.ends[rows.requests])
-    return rows.write_last(new, cached, jnp.zeros(()))[1], *places, lasting
+    return cached.write_after(jnp.zeros(()), new)[1], *places, lasting
 
 
 def batch_of(kind: str, contexts: list[int], counts: list[int], windows: np.ndarray) -> PrefillBatch | DecodeBatch:
@@ -57,7 +54,7 @@ def test_a_step_leaves_its_last_rows(
 ) -> None:
     windows = np.array([-1 if page in released else page for page in pages], np.int32).reshape(3, TABLE)
     batch = jax.tree.map(jnp.asarray, batch_of(kind, contexts, counts, windows))
-    rows, array = rows_of(batch), np.zeros((PAGES, RING, 1), np.float32)
+    rows, array = StepRows.of(batch), np.zeros((PAGES, RING, 1), np.float32)
     new = np.arange(1, len(rows.positions) + 1, dtype=np.float32)[:, None]
     found, ids, offsets, lasting = map(np.asarray, kept(batch, jnp.asarray(array), new, per_page=per_page))
     for value, page, offset, valid in zip(new, ids, offsets, rows.valid, strict=True):

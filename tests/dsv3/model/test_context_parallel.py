@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec
 
 from dsv3.config.model import PAGE_SIZE, ModelConfig
 from dsv3.kv_cache.layout import gather_pages, page_bytes, page_cost, pool, scatter_pages, token_bytes
+from dsv3.model.batch import PrefillBatch, StepRows
 from dsv3.model.context_parallel import NOWHERE, ContextShards
-from dsv3.model.layers.attention import CachePositions
+from dsv3.model.layers.attention import LatentStep
 from pallas_kernels import dsa, mla
 from sharding.mesh import CONTEXT, OF_RANK, rank_mesh
 from tests.dsv3.model.golden import model
@@ -75,11 +76,10 @@ def test_every_token_is_written_by_one_device_and_read_in_order(size: int) -> No
     rows = np.repeat(positions[:, None], R + P, axis=1).astype(np.float32)
 
     def body(positions: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        where, how = (
-            CachePositions.on_device(cfg, positions // cfg.page_size, positions),
-            {"pages_per_layer": 2, "value_width": R},
-        )
-        pages = mla.write_pages(jnp.full((2, PAGE_SIZE, R + P), -1.0), rows, where.page_ids, where.offsets, **how)
+        ends = jnp.array([0, count])
+        batch = PrefillBatch(positions, positions, ends, ends[:1], jnp.arange(2, dtype=jnp.int32)[None])
+        where, how = LatentStep.of(cfg, StepRows.of(batch), 2, None).positions, {"pages_per_layer": 2, "value_width": R}
+        pages = mla.write_pages(jnp.full((2, PAGE_SIZE, R + P), -1.0), rows, *where, **how)
         own = ContextShards.of(cfg).own_lengths(positions + 1)
         joined = ContextShards.of(cfg).join_tokens(pages.reshape(-1, R + P))
         return joined, jax.lax.psum(own, CONTEXT), own[None]

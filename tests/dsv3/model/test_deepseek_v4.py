@@ -10,19 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3.checkpoint.deepseek_v4 import stored_tensors
 from dsv3.config.hugging_face import from_hf
 from dsv3.config.model import ModelConfig
 from dsv3.model import decoder, forward
 from dsv3.model.inspection import inspect
 from dsv3.model.layers import compressed_attention, compressed_uncached, experts, hyper_connections, linear, router
-from dsv3.model.layers.compressor import Contribution
 from dsv3.model.layers.hyper_connections import MixedStreams, Streams
 from dsv3.model.layers.rope import Rotation
 from dsv3.model.params import Params, abstract, declare
 from pallas_kernels import heads, rows
 from pallas_kernels.compressed import sink_attention
 from pallas_kernels.mixing import doubly_stochastic
+from tests.dsv3.checkpoint.deepseek_v4_tensors import stored_tensors
 from tests.dsv3.deepseek_v4 import FLASH, FLASH_0731, PRO
 from tests.dsv3.model.deepseek_v4 import MEMBERS, model
 from tests.dsv3.model.golden import data, relative_error, run
@@ -228,9 +227,9 @@ def back(x: jax.Array, by: Rotation) -> jax.Array:
 def swapped(right: Any) -> Any:
     """Gives the first series to a token's own window."""
 
-    def other(contribution: Contribution, exists: jax.Array, width: int) -> jax.Array:
+    def other(given: jax.Array, exists: jax.Array, width: int) -> jax.Array:
         swap = lambda a: jnp.roll(a, width, axis=-1) if a.shape[-1] > width else a  # noqa: E731
-        return right(jax.tree.map(swap, contribution), exists, width)
+        return right(jnp.concatenate([*map(swap, jnp.split(given, 2, axis=-1))], axis=-1), exists, width)
 
     return other
 

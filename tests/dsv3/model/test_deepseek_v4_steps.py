@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from dsv3.config.model import DRAFT_ROWS
 from dsv3.engine.device.sampling import log_probabilities
 from dsv3.model import DecodeBatch, forward
+from dsv3.model.batch import StepRows
 from dsv3.model.layers import compressed_uncached
-from dsv3.model.layers.compressed_paged import decode_attend_compressed
+from dsv3.model.layers.compressed_paged import paged_attend_compressed
 from pallas_kernels import dsa, invariance
 from pallas_kernels.compressed import decode_rows, encode_rows, sink_attention
 from tests.dsv3.model import deepseek_v4_steps
@@ -273,4 +274,4 @@ def test_more_drafts_than_rings_have_rows_for_are_refused() -> None:
     ints = functools.partial(jnp.zeros, dtype=jnp.int32)
     batch = DecodeBatch(ints((1, S + 1)), ints(1), ints((1, 1)), window_table=ints((1, 1)), slots=ints(1))
     with pytest.raises(ValueError, match="9 drafts: the cache keeps rows for at most 8 in a step"):
-        decode_attend_compressed(CFG, batch)
+        paged_attend_compressed(CFG, batch, StepRows.of(batch))

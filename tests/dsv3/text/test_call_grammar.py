@@ -97,12 +97,12 @@ def test_calls_as_models_write_them_are_accepted(dialect: str, by_id: bool) -> N
     _, matcher = compiled(dialect, rules, by_id=by_id)
     for calls in ([("get_weather", ARGUMENTS)], [("now", {})], [("get_weather", ARGUMENTS), ("now", {})]):
         end = after(matcher, dialect, call_text(dialect, calls), by_id)
-        assert end is not None and end.may_end, calls
+        assert end is not None and end.inner.is_accepting(), calls
     wrong = [("other", {}), ("get_weather", {"days": []}), ("get_weather", ARGUMENTS | {"unit": "K"})]
     for call in wrong:
         assert after(matcher, dialect, call_text(dialect, [call]), by_id) is None, call
     assert after(matcher, dialect, "It is sunny.", by_id) is None
-    assert not matcher.may_end
+    assert not matcher.inner.is_accepting()
 
 
 @pytest.mark.parametrize("dialect", dialects.NAMES)
@@ -121,7 +121,7 @@ def test_strict_tools_leave_calls_optional(dialect: str, by_id: bool) -> None:
     """Text alone, and text before calls, are accepted, but no call that violates its schema."""
     _, matcher = compiled(dialect, CallRules(FUNCTIONS, required=False, parallel=True), by_id=by_id)
     text_only = after(matcher, dialect, "Let me < see.", by_id)
-    assert text_only is not None and text_only.may_end and not text_only.is_over
+    assert text_only is not None and text_only.inner.is_accepting() and not text_only.is_over
     for content in ("", "Let me see."):
         good = content + call_text(dialect, [("get_weather", ARGUMENTS)])
         bad = content + call_text(dialect, [("get_weather", {"days": "soon"})])
@@ -163,7 +163,7 @@ def test_the_part_of_tags_is_one_token_where_it_is_special(dialect: str) -> None
             said = [i for each in before for i in tokenizer.encode(each, add_special_tokens=False)]
             matcher = start.copy()
             matcher.advance(np.array([*said, *whole]))
-            assert matcher.error is None and matcher.may_end
+            assert matcher.error is None and matcher.inner.is_accepting()
             matcher = start.copy()
             matcher.advance(np.array([*said, *whole, *whole]))
             assert matcher.error is not None
@@ -202,7 +202,7 @@ def test_calls_or_text_under_a_constraint() -> None:
     _, matcher = compiled("deepseek_v31", rules, constraint=constraint)
     for text in ('{"a": 1}', call_text("deepseek_v31", [("now", {})])):
         end = after(matcher, "deepseek_v31", text)
-        assert end is not None and end.may_end
+        assert end is not None and end.inner.is_accepting()
     for text in ("free", '{"a": "b"}'):
         assert after(matcher, "deepseek_v31", text) is None
 

@@ -13,9 +13,10 @@ import pytest
 from dsv3.config.model import FP8, INDEX_KEYS, ModelConfig
 from dsv3.kv_cache.layout import pool
 from dsv3.model import DecodeBatch, PrefillBatch
-from dsv3.model.layers.attention import LayerPlace
-from dsv3.model.layers.compressed_attention import CompressedTokens, IndexQueries
-from dsv3.model.layers.compressed_paged import decode_attend_compressed, prefill_attend_compressed
+from dsv3.model.batch import StepRows
+from dsv3.model.layers.attention import LayerPlace, Projected
+from dsv3.model.layers.compressed_paged import paged_attend_compressed
+from dsv3.model.layers.indexer import IndexTokens
 from dsv3.model.params import CompressedAttentionParams, CompressorParams, PooledIndexerParams
 from pallas_kernels import backend, gpus
 from pallas_kernels.backend import Backend, set_fallbacks
@@ -61,17 +62,17 @@ def parameters(cfg: ModelConfig) -> CompressedAttentionParams:
     )
 
 
-def given_tokens(cfg: ModelConfig, T: int, ratio: int, seed: int) -> CompressedTokens:
+def given_tokens(cfg: ModelConfig, T: int, ratio: int, seed: int) -> Projected:
     rng = np.random.default_rng(seed)
     q, latent = (drawn(rng, T, *shape, dtype=jnp.bfloat16) for shape in ((cfg.num_attention_heads, D), (D,)))
     if not ratio:
-        return CompressedTokens(q, latent, None, None)
+        return Projected(q, latent)
     index = None
     if ratio == 4:
         heads = 2
         keys = drawn(rng, T, 4 * KEY)
-        index = IndexQueries(drawn(rng, T, heads, KEY, dtype=jnp.bfloat16), drawn(rng, T, heads), keys)
-    return CompressedTokens(q, latent, drawn(rng, T, (4 if ratio == 4 else 2) * D), index)
+        index = IndexTokens(drawn(rng, T, heads, KEY, dtype=jnp.bfloat16), keys, drawn(rng, T, heads))
+    return Projected(q, latent, index, drawn(rng, T, (4 if ratio == 4 else 2) * D))
 
 
 @pytest.fixture
@@ -106,10 +107,8 @@ def batches() -> list[PrefillBatch | DecodeBatch]:
 def steps(cfg: ModelConfig, params: Any, place: LayerPlace, on: Backend | None) -> Any:
     """Returns a step's attention, compiled once per kind of batch."""
 
-    def step(batch: PrefillBatch | DecodeBatch, tokens: CompressedTokens, pages: Any) -> Any:
-        if isinstance(batch, PrefillBatch):
-            return prefill_attend_compressed(cfg, batch, on)(tokens, params, place, pages)
-        return decode_attend_compressed(cfg, batch, on)(tokens, params, place, pages)
+    def step(batch: PrefillBatch | DecodeBatch, tokens: Projected, pages: Any) -> Any:
+        return paged_attend_compressed(cfg, batch, StepRows.of(batch), on)(tokens, params, place, pages)
 
     return jax.jit(step)
 

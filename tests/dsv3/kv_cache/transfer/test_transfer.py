@@ -119,6 +119,15 @@ def test_unauthenticated_connections_get_nothing_and_are_bounded(server: PageSer
         each.close()
 
 
+def test_a_connection_for_which_there_is_no_thread_is_closed(server: PageServer, monkeypatch: pytest.MonkeyPatch):
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with socket.create_connection(server.address, 2.0) as connection:
+        assert connection.recv(1) == b""
+
+
 def test_a_failed_peer_is_not_tried_again_for_a_while(server: PageServer):
     peers, address = Peers(SECRET, HELLO), address_of(server)
     fetch(peers, address, 0)

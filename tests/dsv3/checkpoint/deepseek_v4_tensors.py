@@ -32,15 +32,9 @@ def stored_tensors(cfg: ModelConfig) -> Iterator[StoredTensor]:
     """Returns all tensors of a checkpoint of `cfg`, those of its MTP modules or DSpark stages included.
 
     Published files sum to the byte. Without `cfg.fp8` weights are bfloat16 and have no scales.
-
-    Raises:
-      ValueError: the model has another form of attention or of residual.
     """
-    compressed, hyper = cfg.compressed, cfg.hyper_connections
-    if compressed is None or hyper is None:
-        raise ValueError(
-            f"model_type {cfg.family!r} has other tensors than DeepSeek-V4; read it with checkpoint.layout"
-        )
+    compressed = cfg.compressed
+    assert compressed is not None
     D, V = cfg.hidden_size, cfg.vocab_size
     yield StoredTensor("embed.weight", BF16, (V, D))
     yield StoredTensor("head.weight", BF16, (V, D))

@@ -13,15 +13,8 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.checks import arrays
 from pallas_kernels.checks.attention import OUT_OF_RANGE
 from pallas_kernels.checks.case import BFLOAT16, EXACT, Case
-from pallas_kernels.compressed import (
-    Given,
-    PoolSizes,
-    RowList,
-    StepTokens,
-    attend_compressed,
-    complete_entries,
-    encode_rows,
-)
+from pallas_kernels.compressed import RowList, attend_compressed
+from pallas_kernels.entries import Given, PoolSizes, StepTokens, complete_entries, encode_rows
 
 WIDTH, PLAIN, WINDOW = 512, 448, 128
 RING, PAGE = 136, 64

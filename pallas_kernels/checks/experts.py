@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import native
+from pallas_kernels.align import RowQueues, align_groups, aligned_rows, choose_tile_m, queue_rows
 from pallas_kernels.backend import Backend
 from pallas_kernels.checks import arrays
 from pallas_kernels.checks.case import BFLOAT16, EXACT, FLOAT32, FP8_SUMS, Case, widened
@@ -17,15 +18,11 @@ from pallas_kernels.fp8 import quantize_1x128
 from pallas_kernels.gemm import dispatch, shapes
 from pallas_kernels.gemm.plan import WIDE_TILE_M, TilePlan
 from pallas_kernels.grouped import (
-    align_groups,
-    aligned_rows,
-    choose_tile_m,
     fp4_grouped_gemm_contiguous,
     fp8_grouped_gemm_contiguous,
     grouped_gemm_contiguous,
     int4_grouped_gemm_contiguous,
 )
-from pallas_kernels.queues import RowQueues, queue_rows
 from pallas_kernels.routing import SCORES, weighted_experts
 
 INT4, FP4 = jnp.int32, jnp.uint32

@@ -8,11 +8,9 @@ from pallas_kernels import invariance, multiprocessors
 from pallas_kernels.gemm.heads import HeadKernel
 from pallas_kernels.gemm.kernel import GemmKernel
 from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
-from pallas_kernels.gemm.pairs import ContiguousPairs
 from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense, plan_invariant
-from pallas_kernels.gemm.schedule import Contiguous, Dense, Heads, TileSchedule
-from pallas_kernels.gemm.tall import TallKernel
-from pallas_kernels.gemm.wide import WideKernel
+from pallas_kernels.gemm.schedule import Contiguous, ContiguousPairs, Dense, Heads, TileSchedule
+from pallas_kernels.gemm.wide import TallKernel, WideKernel
 from pallas_kernels.mosaic import TILE_ROWS, pad_to_tiles
 
 _SCALES_PER_LOAD = 4

@@ -1,7 +1,6 @@
 """The MLA operations on Mosaic GPU kernels: from the public shapes to the kernels' groups of rows and back."""
 
 import functools
-import logging
 from typing import Any
 
 import jax
@@ -10,14 +9,11 @@ from jax import lax
 
 from pallas_kernels import multiprocessors as gpu_multiprocessors
 from pallas_kernels.mla import mosaic_decode, mosaic_prefill
-from pallas_kernels.mla.layout import is_fp8
+from pallas_kernels.mla.layout import HALF_DTYPES, is_fp8
 from pallas_kernels.mla.mosaic_combine import combine_splits
 from pallas_kernels.mla.mosaic_fp8_cache import VALUE_WIDTH as FP8_VALUE_WIDTH
 from pallas_kernels.mla.schedule import REQUEST_OVERHEAD, DecodeSchedule, schedule_pages
 from pallas_kernels.search import search
-
-_log = logging.getLogger(__name__)
-_HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def decode_schedule(
@@ -203,17 +199,11 @@ def decode_unsupported(q: Any, pages: Any, value_width: int) -> str | None:
         return f"FP8 pages have latents of {value_width} values, not {FP8_VALUE_WIDTH}"
     if is_fp8(pages) and q.dtype != jnp.bfloat16:
         return f"queries on an FP8 cache are {q.dtype}, not bfloat16"
-    if q.dtype not in _HALF_TYPES:
+    if q.dtype not in HALF_DTYPES:
         return f"{q.dtype} is neither bfloat16 nor float16"
     if not is_fp8(pages) and pages.dtype != q.dtype:
         return f"pages of {pages.dtype} are not of the queries' type, {q.dtype}"
     return None
-
-
-@functools.cache
-def log_fallback(operation: str, reason: str, kernels: str = "mosaic") -> None:
-    """Logs once that an operation runs on the reference although kernels were requested."""
-    _log.warning("%s: jax.numpy instead of the %s kernel, because %s", operation, kernels.capitalize(), reason)
 
 
 def prefill_mosaic(
@@ -356,6 +346,6 @@ def prefill_unsupported(q: Any, v: Any) -> str | None:
     if widths not in mosaic_prefill.KEY_BLOCKS:
         known = ", ".join(map(str, mosaic_prefill.KEY_BLOCKS))
         return f"key and value widths {widths} are none of {known}"
-    if q.dtype not in _HALF_TYPES:
+    if q.dtype not in HALF_DTYPES:
         return f"{q.dtype} is neither bfloat16 nor float16"
     return None

@@ -1,4 +1,8 @@
-"""The public MLA operations: checks, then the reference, a GPU's kernel (Mosaic or Triton), or a CPU's C++."""
+"""The public MLA operations: checks, then the reference, a GPU's kernel (Mosaic or Triton), or a CPU's C++.
+
+Sparse prefill passes the keys of each query as a bitmask, a 32nd of the memory of 32-bit scores, which are never
+stored. The kernels multiply whole blocks of keys between the first and the last key that a block of queries may see.
+"""
 
 import functools
 from collections.abc import Callable
@@ -6,13 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import native
-from pallas_kernels.backend import Backend, resolve_backend, with_fallback
-from pallas_kernels.mla import checks, mosaic_ops, mosaic_write, reference, triton_ops, write
-from pallas_kernels.mla.layout import PAGE_SIZE, is_fp8, pack_fp8
+from pallas_kernels.backend import Backend, resolve_backend, resolve_operation, warn_once
+from pallas_kernels.mla import checks, mosaic_ops, reference, triton_ops, write
+from pallas_kernels.mla.layout import PAGE_SIZE, fp8_rows_of_pages, is_fp8, pack_fp8, unpack_fp8
 from pallas_kernels.mla.schedule import DecodeSchedule
 from pallas_kernels.mla.write import DROPPED
+
+WORD = 32
+"""Keys whose bits share a word."""
 
 
 def mla_decode(
@@ -57,8 +65,7 @@ def mla_decode(
     """
     checks.check_decode(q, pages, page_table, lengths, pages_per_layer, value_width)
     first_page = layer * pages_per_layer
-    backend = with_fallback("mla_decode", backend)
-    chosen = resolve_kernel("mla_decode", backend, decode_unsupported(q, pages, value_width, backend))
+    chosen = _resolve_kernel("mla_decode", backend, decode_unsupported, q, pages, value_width)
     if chosen is Backend.MOSAIC:
         return mosaic_ops.decode_mosaic(
             q, pages, page_table, lengths, scale=scale, first_page=first_page, schedule=schedule
@@ -97,8 +104,7 @@ def mla_prefill(
       ValueError: a shape or dtype does not fit.
     """
     checks.check_prefill(q, k, v, cu_lengths, shared_key)
-    backend = with_fallback("mla_prefill", backend)
-    chosen = resolve_kernel("mla_prefill", backend, prefill_unsupported(q, v, backend))
+    chosen = _resolve_kernel("mla_prefill", backend, prefill_unsupported, q, v)
     if shared_key is not None and chosen is Backend.MOSAIC and mosaic_ops.takes_parts(k, shared_key):
         return mosaic_ops.prefill_mosaic(q, k, v, cu_lengths, shared_key, scale=scale)
     if chosen is Backend.NATIVE and native.attends(q, k):
@@ -112,6 +118,11 @@ def whole_keys(k: jax.Array, shared_key: jax.Array) -> jax.Array:
     """Concatenates keys `[T, H, N + P]` from each head's own part `[T, H, N]` and the shared one `[T, P]`."""
     shared = jnp.broadcast_to(shared_key[:, None], (*k.shape[:2], shared_key.shape[1]))
     return jnp.concatenate([k, shared], axis=-1)
+
+
+def _key_parts(k: jax.Array, shared_key: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the parts of keys where Hopper's kernel supports them, else whole keys and None."""
+    return (k, shared_key) if mosaic_ops.takes_parts(k, shared_key) else (whole_keys(k, shared_key), None)
 
 
 def mla_prefill_context(
@@ -147,14 +158,115 @@ def mla_prefill_context(
     """
     checks.check_context(q, pages, page_table, context_lengths, cu_lengths, pages_per_layer, value_width)
     arrays, first_page = (q, pages, page_table, context_lengths, cu_lengths), layer * pages_per_layer
-    backend = with_fallback("mla_prefill_context", backend)
-    chosen = resolve_kernel("mla_prefill_context", backend, decode_unsupported(q, pages, value_width, backend))
+    chosen = _resolve_kernel("mla_prefill_context", backend, decode_unsupported, q, pages, value_width)
     if chosen is Backend.MOSAIC:
         return mosaic_ops.context_mosaic(*arrays, scale=scale, first_page=first_page)
     attend = triton_ops.context if chosen is Backend.TRITON else reference.context_reference
     if chosen is Backend.NATIVE and native.attends(q, pages):
         attend = native.context_attention
     return attend(*arrays, scale=scale, first_page=first_page, value_width=value_width)
+
+
+def gather_latents(
+    pages: jax.Array, ids: jax.Array, counts: jax.Array, value_width: int, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """Returns the latents `[n * 64, R + P]` of pages `ids` `[n]` of the pool, zeros from row `counts` `[n]` on."""
+    rows = pages.at[ids].get(mode="clip")
+    if is_fp8(pages):
+        rows = unpack_fp8(fp8_rows_of_pages(rows, value_width), value_width, dtype)
+    written = jnp.arange(PAGE_SIZE) < counts[:, None]
+    return jnp.where(written[..., None], rows.astype(dtype), 0).reshape(-1, rows.shape[-1])
+
+
+def topk_bitmask(keys: jax.Array, valid: jax.Array | bool, num_keys: int) -> jax.Array:
+    """Returns the bitmask `[num_keys / 32, T]` int32 of the top-k `keys` `[T, Kt]` that are `valid` `[T, Kt]`.
+
+    No row repeats a key, so that sums of bits are their union.
+    """
+    T = len(keys)
+    here = valid & (keys >= 0) & (keys < num_keys)
+    word, row = jnp.where(here, keys // WORD, num_keys // WORD), jnp.arange(T, dtype=jnp.int32)[:, None]
+    bits = jnp.uint32(1) << (keys % WORD).astype(jnp.uint32)
+    words = jnp.zeros((num_keys // WORD, T), jnp.uint32).at[word, row].add(bits, mode="drop")
+    return lax.bitcast_convert_type(words, jnp.int32)
+
+
+def mla_prefill_spans(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    *,
+    scale: float,
+    shared_key: jax.Array,
+    backend: Backend | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes attention of queries to the keys from `starts` on and before `ends`.
+
+    Args:
+      q: `[T, H, N + P]` float32, bfloat16 or float16.
+      k, shared_key: the parts of keys, `[K, H, N]` and for all heads `[K, P]`, of the same dtype, K a multiple of 128.
+      v: `[K, H, V]` of the same dtype. Keys and values are finite in every block of 128 that a span touches, and may
+        be anything elsewhere.
+      starts, ends: `[T]` int32, the span of each query. Both never decrease; both are 0 for queries without keys, which
+      follow all
+        others.
+      scale: factor on the scores before the softmax.
+      backend: an implementation, or None for the one that suits the default device.
+
+    Returns:
+      out `[T, H, V]` in the dtype of `q` and lse `[T, H]` float32; 0 and +inf for a query without keys.
+
+    Raises:
+      ValueError: a shape or dtype does not fit.
+    """
+    checks.check_spans(q, k, v, starts, ends, shared_key)
+    chosen = _resolve_kernel("mla_prefill_spans", backend, prefill_unsupported, q, v)
+    if chosen is Backend.MOSAIC:
+        return mosaic_ops.prefill_spans_mosaic(q, *_key_parts(k, shared_key), v, starts, ends, scale=scale)
+    keys = whole_keys(k, shared_key)
+    if chosen is Backend.TRITON:
+        return triton_ops.prefill_spans(q, keys, v, starts, ends, len(k), scale=scale)
+    return reference.spans_reference(q, keys, v, starts, ends, scale=scale)
+
+
+def mla_prefill_topk(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bits: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    *,
+    scale: float,
+    shared_key: jax.Array,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """Computes attention of queries to the keys of their bitmasks.
+
+    Args:
+      q: `[T, H, N + P]` float32, bfloat16 or float16.
+      k, shared_key: the parts of keys, `[K, H, N]` and for all heads `[K, P]`, of the same dtype, K a multiple of 128.
+      v: `[K, H, V]` of the same dtype, finite.
+      bits: `[K / 32, T]` int32, from `topk_bitmask`.
+      starts, ends: `[T]` int32. A query's bits lie between its start and end. Both never decrease, except that they
+        are 0 for queries without keys, anywhere.
+      scale: factor on the scores before the softmax.
+      backend: an implementation, or None for the one that suits the default device.
+
+    Returns:
+      out `[T, H, V]` in the dtype of `q`; 0 for a query without keys.
+
+    Raises:
+      ValueError: a shape or dtype does not fit.
+    """
+    checks.check_topk(q, k, v, bits, starts, ends, shared_key)
+    chosen = _resolve_kernel("mla_prefill_topk", backend, prefill_unsupported, q, v)
+    if chosen is Backend.MOSAIC:
+        return mosaic_ops.prefill_topk_mosaic(q, *_key_parts(k, shared_key), v, bits, starts, ends, scale=scale)
+    attend = triton_ops.prefill_topk if chosen is Backend.TRITON else reference.topk_reference
+    return attend(q, whole_keys(k, shared_key), v, bits, starts, ends, scale=scale)
 
 
 def merge_attention(
@@ -231,9 +343,7 @@ def write_pages(
     if is_fp8(pages):  # a scatter on every platform: a row's scales are too small for TMA
         return write.write_fp8_rows(pages, pack_fp8(latents, value_width), targets, offsets, value_width)
     latents = latents.astype(pages.dtype)
-    backend = with_fallback("write_pages", backend)
-    on_mosaic = resolve_backend(requested=backend) is Backend.MOSAIC
-    chosen = resolve_kernel("write_pages", backend, mosaic_write.unsupported(pages) if on_mosaic else None)
+    chosen = _resolve_kernel("write_pages", backend, _write_unsupported, pages)
     return _WRITE[chosen](pages, latents, targets, offsets)
 
 
@@ -267,7 +377,7 @@ _PREFILL: dict[Backend, Callable[..., _Arrays]] = {
     Backend.REFERENCE: reference.prefill_reference,
 }
 _WRITE: dict[Backend, Callable[..., jax.Array]] = {
-    Backend.MOSAIC: mosaic_write.write_rows,
+    Backend.MOSAIC: write.write_rows_mosaic,
     Backend.TRITON: triton_ops.write_rows,
     Backend.NATIVE: write.write_rows,
     Backend.REFERENCE: write.write_rows,
@@ -280,10 +390,16 @@ def _targets(page_ids: jax.Array, offsets: jax.Array, layer: jax.Array | int, pa
     return jnp.where(kept, layer * pages_per_layer + page_ids, DROPPED)
 
 
-def resolve_kernel(operation: str, backend: Backend | None, obstacle: str | None) -> Backend:
-    """Returns the backend to run: the reference if there is an obstacle, which is logged once."""
-    chosen = resolve_backend(requested=backend)
-    if obstacle is None:
+def _write_unsupported(pages: jax.Array, backend: Backend) -> str | None:
+    return write.mosaic_unsupported(pages) if backend is Backend.MOSAIC else None
+
+
+def _resolve_kernel(
+    operation: str, requested: Backend | None, unsupported: Callable[..., str | None], *arrays: Any
+) -> Backend:
+    """Returns the backend to run: the reference if the kernel is `unsupported` for the arrays, which is logged once."""
+    chosen = resolve_operation(operation, requested)
+    if (obstacle := unsupported(*arrays, chosen)) is None:
         return chosen
-    mosaic_ops.log_fallback(operation, obstacle, chosen.value)
+    warn_once(f"{operation}: jax.numpy instead of the {chosen.value.capitalize()} kernel, because {obstacle}")
     return Backend.REFERENCE

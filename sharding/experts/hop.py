@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from pallas_kernels.align import queue_rows
 from pallas_kernels.backend import Backend
-from pallas_kernels.queues import queue_rows
 from sharding.experts.rows import Lines, TokenRows, fill_lines, localize, sum_at
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.mesh import Machine

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.align import positions, rows_at
 from pallas_kernels.backend import Backend
-from pallas_kernels.queues import positions, rows_at
 from sharding.experts.capacity import expected_rows
 from sharding.experts.hop import Hop
 from sharding.experts.rows import Experts, TokenRows, fill_lines, localize, sum_at

@@ -1,4 +1,4 @@
-"""Block quantization to e4m3: 1x128 for activations, 128x128 for weights, and SwiGLU fused with the former.
+"""FP8 (e4m3) with block scales: quantization, alone or after SwiGLU, and the dense product.
 
 Follows section 3.3.2 of the DeepSeek-V3 report (arXiv:2412.19437) and DeepGEMM's test utilities: the scale of a block
 is its largest magnitude over 448, with the magnitude clamped at 1e-4; a value is recovered by *multiplying* with it.
@@ -7,11 +7,67 @@ is its largest magnitude over 448, with the magnitude clamped at 1e-4; a value i
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from pallas_kernels import native
-from pallas_kernels.backend import Backend, resolve_backend, with_fallback
+from pallas_kernels import mosaic_quantize, native
+from pallas_kernels.backend import Backend, resolve_backend, resolve_operation, traced_gpu, with_fallback
 from pallas_kernels.float8 import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX
-from pallas_kernels.fp8 import mosaic_quantize, triton_quantize
+from pallas_kernels.gemm import KERNELS
+from pallas_kernels.gemm.checks import check_operands
+from pallas_kernels.triton import call
+
+
+def fp8_gemm(
+    a: jax.Array,
+    a_scale: jax.Array,
+    b: jax.Array,
+    b_scale: jax.Array,
+    *,
+    layer: jax.Array | int | None = None,
+    out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """Returns `(a * a_scale) @ (b * b_scale).T` (DeepGEMM's `fp8_gemm_nt`), with float32 sums of each 128 of K.
+
+    Args:
+      a: [M, K] e4m3 activations, and a_scale: [ceil(K/128), M] float32, both from `quantize_1x128`.
+      b: [N, K] e4m3 weights, or a stack [L, N, K] with `layer`.
+      b_scale: [ceil(N/128), ceil(K/128)] float32, or [L, ceil(N/128), ceil(K/128)]: `weight_scale_inv`.
+      layer: which weight of the stack, a Python or traced integer. XLA would copy the weight
+        that a scan slices, every iteration; the kernel addresses it in place.
+      out_dtype: bfloat16 or float32.
+      backend: implementation; None selects by device.
+
+    Returns:
+      [M, N] in `out_dtype`.
+
+    Raises:
+      ValueError: shapes or dtypes that do not belong together; on Hopper also N that is no multiple of 8 or K that is
+        no multiple of 16.
+    """
+    _validate(a, a_scale, b, b_scale, layer, out_dtype)
+    chosen = resolve_operation("fp8_gemm", backend)
+    stack = (b[None], b_scale[None], 0) if layer is None else (b, b_scale, layer)
+    if chosen in KERNELS:
+        return KERNELS[chosen].dense(a, a_scale, *stack, out_dtype)
+    if chosen is Backend.NATIVE and native.takes(a.dtype, a.shape[0]):
+        b, b_scale, layer = stack
+        return native.fp8_grouped_product(a, a_scale, b, b_scale, jnp.zeros(1, jnp.int32), layer, out_dtype)
+    if layer is not None:
+        b = lax.dynamic_index_in_dim(b, layer, 0, keepdims=False)
+        b_scale = lax.dynamic_index_in_dim(b_scale, layer, 0, keepdims=False)
+    return scaled_matmul(a, a_scale, b, b_scale).astype(out_dtype)
+
+
+def _validate(a, a_scale, b, b_scale, layer, out_dtype) -> None:
+    given = f"a {a.shape} {a.dtype}, a_scale {a_scale.shape}, b {b.shape} {b.dtype}, b_scale {b_scale.shape}"
+    if a.ndim != 2 or b.ndim not in (2, 3) or a.shape[-1] != b.shape[-1]:
+        raise ValueError(f"fp8_gemm: needs a [M, K] and b [N, K] or [L, N, K] with one K; got {given}")
+    if (b.ndim == 3) != (layer is not None):
+        raise ValueError(f"fp8_gemm: `layer` is for a stack b [L, N, K] and only for it; got layer={layer}, {given}")
+    check_operands("fp8_gemm", a, a_scale, b, b_scale)
+    if jnp.dtype(out_dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
+        raise ValueError(f"fp8_gemm: out_dtype must be bfloat16 or float32, got {jnp.dtype(out_dtype)}")
 
 
 def quantize_1x128(x: jax.Array, *, ue8m0: bool = False, backend: Backend | None = None) -> tuple[jax.Array, jax.Array]:
@@ -114,7 +170,7 @@ def _quantize_rows(
     backend = with_fallback("swiglu_quantize" if gated else "quantize_1x128", backend)
     chosen, grouped = resolve_backend(requested=backend), x.reshape(-1, *x.shape[-2:])
     if chosen is Backend.TRITON and x.size:
-        made = triton_quantize.quantize_rows(grouped, used_rows, gated=gated, limit=limit, power_of_two=ue8m0)
+        made = _quantize_triton(grouped, used_rows, gated=gated, limit=limit, power_of_two=ue8m0)
         return _ungrouped(x, *made)
     if chosen is Backend.MOSAIC and mosaic_quantize.supports(x, 2 if gated else 1):
         how = {"gated": gated, "limit": limit, "scale_of": scale_of, "finish": _to_e4m3}
@@ -182,3 +238,78 @@ def _join_blocks(blocks: jax.Array, n: int, k: int) -> jax.Array:
 def _require_float(name: str, x: jax.Array, min_ndim: int) -> None:
     if x.ndim < min_ndim or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{name}: needs a floating-point array of {min_ndim} or more axes, got {x.shape} {x.dtype}")
+
+
+_LEAST_ROWS = 8
+"""Rows are padded to this many: XLA:CPU multiplies bfloat16 natively from here on, and is slower for one row."""
+
+
+def scaled_matmul(a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.Array) -> jax.Array:
+    """Computes `(a * a_scale) @ (b * b_scale).T` as Hopper does: float32 sums of 128 exact products, scaled, added.
+
+    Args:
+      a: [M, K] e4m3; a_scale: [ceil(K/128), M] float32.
+      b: [N, K] e4m3; b_scale: [ceil(N/128), ceil(K/128)] float32.
+
+    Returns:
+      [M, N] float32.
+    """
+    m, n = a.shape[0], b.shape[0]
+    a, b = _pad(a, max(m, _LEAST_ROWS), BLOCK), _pad(b, n, BLOCK)
+    a_scale = jnp.pad(a_scale, ((0, 0), (0, a.shape[0] - m)))
+    column_scale = jnp.repeat(b_scale, BLOCK, axis=0, total_repeat_length=b_scale.shape[0] * BLOCK)[:n].T  # [k, N]
+
+    def add_block(i, acc):
+        # e4m3 is exact in bfloat16, and from 8 rows up XLA:CPU multiplies bfloat16 natively.
+        a_k = lax.dynamic_slice_in_dim(a, i * BLOCK, BLOCK, 1).astype(jnp.bfloat16)
+        b_k = lax.dynamic_slice_in_dim(b, i * BLOCK, BLOCK, 1).astype(jnp.bfloat16)
+        partial = lax.dot_general(a_k, b_k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return acc + partial * a_scale[i][:, None] * column_scale[i][None, :]
+
+    zero = jnp.zeros((a.shape[0], n), jnp.float32)
+    return lax.fori_loop(0, a.shape[1] // BLOCK, add_block, zero, unroll=4)[:m]
+
+
+def _pad(x: jax.Array, rows: int, column_multiple: int) -> jax.Array:
+    pad = ((0, rows - x.shape[0]), (0, -x.shape[1] % column_multiple))
+    return jnp.pad(x, pad) if any(high for _, high in pad) else x
+
+
+_TRITON_ROWS = 16
+
+
+def _quantize_triton(
+    x: jax.Array, used_rows: jax.Array | None, *, gated: bool, limit: float | None, power_of_two: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Quantizes x [G, M, C], or [G, M, 2C] when gated, per row and 128 channels, after SwiGLU when gated.
+
+    Args:
+      used_rows: int32, or None for M; tiles of 16 rows that begin past it are not read and not written.
+      limit: of SwiGLU's halves, the first only from above; None: no bound.
+      power_of_two: round scales up to powers of two.
+
+    Returns:
+      values [G, M, C] e4m3 and scales [G, ceil(C/128), M] float32.
+    """
+    groups, rows, width = x.shape
+    channels = width // 2 if gated else width
+    blocks, values_type = -(-channels // BLOCK), E4M3 if traced_gpu().fp8 else jnp.uint8
+    values, scale = call.start(
+        "quantize.quantize",
+        (x, call.scalar(rows if used_rows is None else used_rows)),
+        (
+            jax.ShapeDtypeStruct((groups, rows, channels), values_type),
+            jax.ShapeDtypeStruct((groups, blocks, rows), jnp.float32),
+        ),
+        grid=(-(-rows // _TRITON_ROWS), blocks, groups),
+        rows=rows,
+        CHANNELS=channels,
+        GATED=gated,
+        LIMIT=limit or 0.0,
+        POWER_OF_TWO=power_of_two,
+        FLOOR=AMAX_FLOOR,
+        MAX=E4M3_MAX,
+        BLOCK_M=_TRITON_ROWS,
+        BLOCK=BLOCK,
+    )
+    return values if values.dtype == E4M3 else lax.bitcast_convert_type(values, E4M3), scale

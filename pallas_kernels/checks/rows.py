@@ -140,7 +140,7 @@ def read_streams_case(tokens: int, width: int) -> Case:
     """Returns the reading of four residual streams, as DeepSeek-V4 has them."""
     n, layers = 4, 3
 
-    def operands(key: jax.Array) -> dict[str, jax.Array]:
+    def operands(key: jax.Array) -> dict[str, Any]:
         keys = iter(jax.random.split(key, 7))
         streams = arrays.normal(next(keys), tokens, n, width)
         shapes = {
@@ -152,7 +152,7 @@ def read_streams_case(tokens: int, width: int) -> Case:
         made = {name: jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
         return {"streams": streams} | made | {"weight": made["weight"] * (n * width) ** -0.5}
 
-    def call(operands: dict[str, jax.Array], i: Any, backend: Backend) -> dict[str, jax.Array]:
+    def call(operands: dict[str, Any], i: Any, backend: Backend) -> dict[str, jax.Array]:
         how: dict[str, Any] = {"layer": i % layers, "iterations": 20, "eps": _EPSILON, "norm_eps": _EPSILON}
         found = read_streams(**arrays.anew(operands, i), **how, backend=backend)
         return {"normed": found.normed, "post": found.post, "between": found.between}

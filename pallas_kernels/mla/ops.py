@@ -264,7 +264,7 @@ def mla_prefill_topk(
     checks.check_topk(q, k, v, bits, starts, ends, shared_key)
     chosen = _resolve_kernel("mla_prefill_topk", backend, prefill_unsupported, q, v)
     if chosen is Backend.MOSAIC:
-        return mosaic_ops.prefill_topk_mosaic(q, *_key_parts(k, shared_key), v, bits, starts, ends, scale=scale)
+        return mosaic_ops.prefill_spans_mosaic(q, *_key_parts(k, shared_key), v, starts, ends, bits, scale=scale)[0]
     attend = triton_ops.prefill_topk if chosen is Backend.TRITON else reference.topk_reference
     return attend(q, whole_keys(k, shared_key), v, bits, starts, ends, scale=scale)
 

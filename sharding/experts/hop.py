@@ -40,10 +40,9 @@ class Queued(NamedTuple):
 
 
 class DispatchHandle(NamedTuple):
-    """A started dispatch, shapes and dtypes of its rows with the payload unpacked, and the queues."""
+    """A started dispatch, and the queues that it sends."""
 
     transfer: Transfer
-    shapes: TokenRows
     queued: Queued
 
 
@@ -108,12 +107,12 @@ class Hop:
         """Starts sending the first C rows of each queue: `[J * C, U]`, those for peer j from `j * C` on."""
         assert queued.row is not None
         transfer = start_all_to_all(fill_lines(queued.rows, queued.row), self.axes, self.overlap)
-        return DispatchHandle(transfer, shapes_sent(queued), queued)
+        return DispatchHandle(transfer, queued)
 
     @jax.named_scope("dispatch")
     def receive(self, sent: DispatchHandle) -> Received:
         """Finishes `send`; payloads stay `Lines`."""
-        payload, *rest = sent.shapes
+        payload, *rest = shapes_sent(sent.queued)
 
         def unpack(words: jax.Array) -> TokenRows:
             ids, weights = from_words(words[:, width_of(payload) :], rest)

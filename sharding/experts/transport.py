@@ -15,7 +15,7 @@ from sharding.experts.hop import Hop
 from sharding.experts.ragged import Ragged
 from sharding.experts.ring import Ring
 from sharding.experts.rows import Experts, TokenRows
-from sharding.experts.traffic import LayerRows, Network, Traffic
+from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap
@@ -97,10 +97,8 @@ def build(
     return _BUILDERS[kind](machine, replicas // machine.devices, rows, overlap)
 
 
-def choose(
-    machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap = Overlap.NONE, network: Network | None = None
-) -> Transport[Any]:
+def choose(machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap = Overlap.NONE) -> Transport[Any]:
     """Returns the cheapest transport for `rows` by the cost model; never `RAGGED` or `NCCL_EP`, which it lacks."""
     kinds = [TransportKind.RING, TransportKind.ALL_TO_ALL, *([TransportKind.HIERARCHICAL] if machine.nodes > 1 else [])]
     candidates = [build(kind, machine, replicas, rows, overlap) for kind in kinds]
-    return min(candidates, key=lambda t: t.traffic(rows).seconds(network or Network()))
+    return min(candidates, key=lambda t: t.traffic(rows).seconds)

@@ -121,7 +121,7 @@ def _start_ragged(x: Any, axes: Axes, overlap: Any) -> Any:
     import jax
 
     from sharding.experts.ragged import Slices, to_peers
-    from sharding.wire.collectives import Transfer
+    from sharding.wire.collectives import finished
 
     @jax.jit
     def slices() -> Slices:
@@ -130,7 +130,7 @@ def _start_ragged(x: Any, axes: Axes, overlap: Any) -> Any:
         mine, theirs = jax.numpy.cumsum(each) - each, each * jax.lax.axis_index(axes)
         return Slices(mine, each, mine, each, theirs, theirs)
 
-    return Transfer(to_peers(x, slices(), axes, len(x)), False)
+    return finished(to_peers(x, slices(), axes, len(x)))
 
 
 def _result_rows(kind: str, rows: int, count: int) -> int:

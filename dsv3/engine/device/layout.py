@@ -34,7 +34,7 @@ from dsv3.model.steps import StepOutput
 from pallas_kernels import gpus
 from pallas_kernels.multiprocessors import Multiprocessors, taking
 from sharding.mesh import PAGES_SPEC, RANK_SPEC, rank_sharding
-from sharding.processes import on_every_rank, spans_processes
+from sharding.processes import on_every_rank
 
 PREFILL_RESERVE = 24
 """Multiprocessors that an instance with overlapped prefill steps reserves for transfers."""
@@ -112,7 +112,7 @@ class Layout:
             components.mesh,
         )
         self.forward_counters, self.takes_grammars = forward_counters, components.takes_grammars
-        self.rank_sharding, self.spans_processes = rank_sharding(self.mesh), spans_processes(self.mesh)
+        self.rank_sharding, self.spans_processes = rank_sharding(self.mesh), self.mesh.is_multi_process
         self.params = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), components.params
         )

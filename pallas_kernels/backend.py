@@ -65,9 +65,9 @@ def resolve_backend(device: jax.Device | None = None, requested: Backend | None 
     """Returns the backend for `device`: that of `gpus.KINDS`, NATIVE on a CPU with kernels, REFERENCE elsewhere.
 
     Args:
-      device: the device that will run the operation; None means the default device of this process. requested: returned
-      if not None. With an explicit `device` it is rejected if it cannot run there. Without one it is
-        not checked, because a program may be traced here and compiled for another machine.
+      device: the device that will run the operation; None means the default device of this process.
+      requested: returned if not None. With an explicit `device` it is rejected if it cannot run there. Without one it
+        is not checked, because a program may be traced here and compiled for another machine.
 
     Raises:
       BackendUnavailableError: `device` cannot run `requested`.

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend
+from sharding.collectives import Overlap, Transfer, finished
 from sharding.experts.capacity import MIN_CAPACITY, expected_capacity, expected_rows
 from sharding.experts.hop import DispatchHandle, Hop, Queued, Received, shapes_sent
 from sharding.experts.rows import TokenRows, localize
@@ -33,7 +34,6 @@ from sharding.experts.traffic import LayerRows, Traffic
 from sharding.mesh import Machine
 from sharding.nccl_ep.library import GroupKey
 from sharding.nccl_ep.ops import Calls
-from sharding.wire.collectives import Overlap, Transfer, finished
 
 MAX_BUFFER_BYTES = 1 << 30
 """Bound on the buffers of a group with low latency, of which a program with two micro-batches uses two."""

@@ -26,14 +26,14 @@ from jax import lax
 
 from pallas_kernels.align import positions, rows_at
 from pallas_kernels.backend import Backend
+from sharding.collectives import Overlap
 from sharding.experts.capacity import expected_rows
 from sharding.experts.hop import Hop
 from sharding.experts.rows import Experts, TokenRows, fill_lines, localize, sum_at
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
-from sharding.wire.collectives import Overlap
-from sharding.wire.words import from_words, shapes_of
+from sharding.words import from_words, shapes_of
 
 MAX_BUFFER_BYTES = 2 << 30
 """Bound on the buffers of one device, for the worst case that all devices send all their rows to it."""

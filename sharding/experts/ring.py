@@ -11,13 +11,13 @@ import jax
 from jax import lax
 
 from pallas_kernels.backend import Backend
+from sharding.collectives import Overlap, Transfer, start_reduce_scatter
 from sharding.experts.hop import Hop
 from sharding.experts.rows import Experts, TokenRows, localize
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
-from sharding.wire.collectives import Overlap, Transfer, start_reduce_scatter
-from sharding.wire.words import from_words, shapes_of, to_words
+from sharding.words import from_words, shapes_of, to_words
 
 
 @dataclasses.dataclass(frozen=True)

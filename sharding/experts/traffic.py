@@ -8,7 +8,7 @@ published for H800 (DeepEP: 160 GB/s NVLink, 50 GB/s per NIC, one NIC per GPU). 
 import dataclasses
 
 from sharding.mesh import Machine
-from sharding.wire.sums import packed_bytes
+from sharding.words import packed_bytes
 
 _NODE_LINK, _CROSS_LINK = 160e9, 50e9  # bytes per second and GPU, one way
 _MESSAGE_SECONDS = 1e-6  # for each message that a device sends

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import jax
 
 from pallas_kernels.backend import Backend
+from sharding.collectives import Overlap
 from sharding.experts.exchange import Exchange
 from sharding.experts.hop import Hop
 from sharding.experts.ragged import Ragged
@@ -18,7 +19,6 @@ from sharding.experts.rows import Experts, TokenRows
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
-from sharding.wire.collectives import Overlap
 
 
 class Transport[Handle](Protocol):

@@ -15,6 +15,7 @@ import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from sharding.collectives import Overlap
 from sharding.experts.exchange import Exchange
 from sharding.experts.library_hop import LibraryHop
 from sharding.experts.rows import TokenRows
@@ -22,7 +23,6 @@ from sharding.mesh import Machine
 from sharding.nccl_ep import library
 from sharding.nccl_ep.library import GroupKey
 from sharding.nccl_ep.ops import Calls
-from sharding.wire.collectives import Overlap
 from tests.sharding import nccl_ep
 from tests.sharding.test_exchange import ALL, AXES, CHUNK, D, K, T, both_halves, dense, local_experts, route
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from sharding.collectives import Overlap
 from sharding.experts.capacity import expected_capacity, headroom, pair_capacity
 from sharding.experts.exchange import Exchange
 from sharding.experts.hop import Hop
@@ -21,8 +22,7 @@ from sharding.experts.rows import Lines, TokenRows, fill_lines, unpacked
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import Transport
 from sharding.mesh import Machine
-from sharding.wire.collectives import Overlap
-from sharding.wire.words import shapes_of, to_words
+from sharding.words import shapes_of, to_words
 from tests.sharding import nccl_ep
 
 T, K, D, EXPERTS = 24, 4, 16, 16

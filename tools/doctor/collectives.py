@@ -71,13 +71,13 @@ def looped(mesh: Any, transfers: Sequence[tuple[str, Axes]], rounds: int, overla
     """
     import jax
 
-    from sharding.mesh import DEVICES
-    from sharding.wire.collectives import (
+    from sharding.collectives import (
         in_program_order,
         start_all_gather,
         start_all_to_all,
         start_reduce_scatter,
     )
+    from sharding.mesh import DEVICES
 
     starts = {
         ALL_TO_ALL: start_all_to_all,
@@ -120,8 +120,8 @@ def _start_ragged(x: Any, axes: Axes, overlap: Any) -> Any:
     """Sends as `start_all_to_all` does, by a ragged all-to-all, which is synchronous."""
     import jax
 
+    from sharding.collectives import finished
     from sharding.experts.ragged import Slices, to_peers
-    from sharding.wire.collectives import finished
 
     @jax.jit
     def slices() -> Slices:
@@ -174,7 +174,7 @@ class Wires:
     def __init__(self, quick: bool, options: Mapping[str, Any] | None = None) -> None:
         import jax
 
-        from sharding.wire.collectives import Overlap, compiler_options, launch_in_order, limits_of, resolve_overlap
+        from sharding.collectives import Overlap, compiler_options, launch_in_order, limits_of, resolve_overlap
 
         devices = jax.devices()
         self.platform, self.mesh = devices[0].platform, machine_mesh(devices)

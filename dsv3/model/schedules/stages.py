@@ -24,10 +24,10 @@ from dsv3.model.layers.experts import ExpertActivations, ExpertLayer, RouterStat
 from dsv3.model.layers.hyper_connections import Block, Residual
 from dsv3.model.layers.linear import Rows
 from dsv3.model.layers.router import Routing
+from sharding.collectives import Transfer
 from sharding.experts.exchange import CombineHandle, PeerSums, start_return, total
 from sharding.experts.hop import DispatchHandle, Hop, Queued
 from sharding.experts.rows import TokenRows
-from sharding.wire.collectives import Transfer
 
 
 class Routed(NamedTuple):

@@ -32,8 +32,7 @@ from sharding.experts.hop import DispatchHandle, Hop, Queued, Received, shapes_s
 from sharding.experts.rows import TokenRows, localize
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.mesh import Machine
-from sharding.nccl_ep.library import GroupKey
-from sharding.nccl_ep.ops import Calls
+from sharding.nccl_ep.library import Calls, GroupKey
 
 MAX_BUFFER_BYTES = 1 << 30
 """Bound on the buffers of a group with low latency, of which a program with two micro-batches uses two."""

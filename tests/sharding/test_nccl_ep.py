@@ -28,8 +28,7 @@ from sharding.experts.transport import build
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
 from sharding.nccl_ep import library
-from sharding.nccl_ep.library import GroupKey, Installed, NcclEpError
-from sharding.nccl_ep.ops import Calls
+from sharding.nccl_ep.library import Calls, GroupKey, Installed, NcclEpError
 from tests.sharding import nccl_ep
 from tests.sharding.test_exchange import AXES, both_halves
 

@@ -158,20 +158,12 @@ def choose_tile_m(
     if invariance.required() and chosen in (Backend.MOSAIC, Backend.TRITON):
         return invariance.TILE_ROWS
     if chosen is Backend.MOSAIC:
-        return min(128, max(8, _power_of_two_above(expected)))
+        return min(128, power_of_two(expected, least=8))
     if chosen is Backend.TRITON:
-        return min(128, max(16, _power_of_two_above(expected)))
+        return min(128, power_of_two(expected))
     if chosen is Backend.NATIVE and native.takes(dtype, math.ceil(expected)):
         return 1
-    return 1 if expected < 1 else min(64, max(4, _power_of_two_above(1.5 * expected)))
-
-
-def _power_of_two_above(x: float) -> int:
-    """Returns the smallest power of two that is at least x."""
-    power = 1
-    while power < x:
-        power *= 2
-    return power
+    return 1 if expected < 1 else min(64, power_of_two(1.5 * expected, least=4))
 
 
 def _tile_groups(end: jax.Array, tiles: int, tile_m: int, num_groups: int) -> jax.Array:

@@ -130,15 +130,11 @@ class KernelResources:
     name: str
     registers: int
     """Registers per thread at launch; `set_max_registers` moves them between warpgroups afterwards."""
-    spill_store_bytes: int
-    spill_load_bytes: int
+    spill_bytes: int
+    """Stored and loaded."""
     stack_bytes: int
     ptx: str = dataclasses.field(repr=False)
     """The module that ptxas assembled."""
-
-    @property
-    def spill_bytes(self) -> int:
-        return self.spill_store_bytes + self.spill_load_bytes
 
 
 def gpu_devices(count: int = 1, *, per_host: int = 8, target: GpuTarget = H200) -> list[jax.Device]:
@@ -283,8 +279,7 @@ def _parse_report(report: str, modules: Mapping[str, str]) -> KernelResources:
     return KernelResources(
         name=name[2] if name else "",
         registers=number(r"Used (\d+) registers"),
-        spill_store_bytes=number(r"(\d+) bytes spill stores"),
-        spill_load_bytes=number(r"(\d+) bytes spill loads"),
+        spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
         stack_bytes=number(r"(\d+) bytes stack frame"),
         ptx=modules.get(name[1], "") if name else "",
     )

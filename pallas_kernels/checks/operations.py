@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import PARTS, Backend
 from pallas_kernels.checks import attention, compressed, experts, prefill, products, rows, sparse
 from pallas_kernels.checks.attention import ATTENDED, LATENT, Decode, named
 from pallas_kernels.checks.case import Case
@@ -225,8 +225,6 @@ OPERATIONS = {
 }
 """The last two are parts of Hopper's products and attention."""
 
-_PARTS = ("multicast", "combine_splits")
-
 
 def names(backend: Backend | None = None) -> list[str]:
     """Returns the names of all operations, or of the public ones that `backend` has kernels for.
@@ -235,5 +233,5 @@ def names(backend: Backend | None = None) -> list[str]:
     """
     if backend is None:
         return list(OPERATIONS)
-    public = {name: operation for name, operation in OPERATIONS.items() if name not in _PARTS}
+    public = {name: operation for name, operation in OPERATIONS.items() if name not in PARTS}
     return [name for name, operation in public.items() if backend in operation.kernels or backend is Backend.REFERENCE]

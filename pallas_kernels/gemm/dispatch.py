@@ -123,11 +123,8 @@ def _offset(group_offset) -> jax.Array:
 def _padded_rows(m: int, split: bool) -> int:
     """Rounds rows of a result up: TMA stores whole swizzled tiles, or less than one."""
     tile = _SPLIT_TILE_COLUMNS if split else TILE_ROWS
-    return _round_up(m, _SCALES_PER_LOAD if m < tile else tile)
-
-
-def _round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
+    multiple = _SCALES_PER_LOAD if m < tile else tile
+    return -(-m // multiple) * multiple
 
 
 def _check_strides(name: str, n: int, k: int, dtype) -> None:

@@ -33,7 +33,7 @@ from dsv3.model.forms import applies
 from dsv3.model.steps import StepOutput
 from pallas_kernels import gpus
 from pallas_kernels.multiprocessors import Multiprocessors, taking
-from sharding.mesh import PAGES_SPEC, RANK_SPEC, rank_sharding
+from sharding.mesh import PAGES_SPEC, RANK_SPEC
 from sharding.processes import on_every_rank
 
 PREFILL_RESERVE = 24
@@ -112,7 +112,7 @@ class Layout:
             components.mesh,
         )
         self.forward_counters, self.takes_grammars = forward_counters, components.takes_grammars
-        self.rank_sharding, self.spans_processes = rank_sharding(self.mesh), self.mesh.is_multi_process
+        self.rank_sharding, self.spans_processes = NamedSharding(self.mesh, RANK_SPEC), self.mesh.is_multi_process
         self.params = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), components.params
         )

@@ -1,4 +1,7 @@
-"""Sorts rows by group and pads every group to whole tiles, with shapes known at compile time."""
+"""Places of rows, with shapes known at compile time: sorted by group for grouped products, or queued for peers.
+
+Rows in a queue keep their order; groups are padded to whole tiles.
+"""
 
 import math
 from typing import NamedTuple
@@ -19,9 +22,9 @@ _PRODUCTS = {
     jnp.dtype(jnp.uint32): "fp4_grouped_gemm_contiguous",
 }
 """The product with weights of a type; for all other types, `grouped_gemm_contiguous`."""
-_COUNTED_AT_ONCE = 1024
+_COUNTED_AT_ONCE, _QUEUED_AT_ONCE = 1024, 64
 _MOST_COUNTED = 16 * _COUNTED_AT_ONCE
-"""Rows that a kernel counts for every group anew; more are sorted."""
+"""Rows, or ids, that a kernel reads for every group, or peer, anew; XLA sorts more rows, and adds up more ids."""
 
 
 class GroupAlignment(NamedTuple):
@@ -172,11 +175,6 @@ def _tile_groups(end: jax.Array, tiles: int, tile_m: int, num_groups: int) -> ja
     return jnp.where(group < num_groups, group, -1)
 
 
-_MOST_COUNTED = 2**14
-"""Ids that a kernel reads for every peer anew; for more, XLA's cumulative sums are used."""
-_ROWS_AT_ONCE = 64
-
-
 class RowQueues(NamedTuple):
     """T rows in the queues of J peers, each with C lines of a buffer; the first C rows of a queue are in it."""
 
@@ -216,7 +214,7 @@ def queue_rows(
             PEERS=peers,
             EACH=ids_per_peer,
             CAPACITY=capacity,
-            BLOCK=min(_ROWS_AT_ONCE, power_of_two(T)),
+            BLOCK=min(_QUEUED_AT_ONCE, power_of_two(T)),
             BLOCK_K=power_of_two(K),
         )
         return RowQueues(*found)

@@ -114,7 +114,7 @@ def _attend(
     _check(q, sink, own, window, entries)
     chosen = resolve_operation("attend_compressed", backend)
     if uses_triton(chosen):
-        if (reason := _unsupported(q, window.array, plain)) is None:
+        if (reason := unsupported(q, window.array, plain)) is None:
             how: dict[str, Any] = {"scale": scale, "plain": plain, "layer": layer, "backend": chosen}
             return _kernel(q, sink, own, window, entries, **how)
         warn_once(f"compressed attention: jax.numpy instead of a kernel, because {reason}")
@@ -126,7 +126,7 @@ def bytes_of_query(q: Any, array: Any, listed: int, plain: int, backend: Backend
     """Returns the most bytes that a query of `q` with a list of so many rows of `array` adds to a step's memory."""
     H, d = q.shape[-2:]
     chosen = resolve_operation("attend_compressed", backend)
-    if uses_triton(chosen) and _unsupported(q, array, plain) is None:
+    if uses_triton(chosen) and unsupported(q, array, plain) is None:
         shares = -(-listed // SHARE) + 1
         return 4 * (listed + (shares * H * (d + 1) if listed > SHARE else 0))  # numbers, and several shares
     return listed * max(4 * H, d * q.dtype.itemsize)  # logits, or copies
@@ -273,7 +273,7 @@ def _operands(rows: RowList) -> tuple[jax.Array, ...]:
     return rows.array, rows.numbers, rows.counts, call.scalar(rows.layer)
 
 
-def _unsupported(q: Any, array: Any, plain: int) -> str | None:
+def unsupported(q: Any, array: Any, plain: int) -> str | None:
     """Returns why the kernel does not support these arrays (or their shapes and types), or None if it does."""
     d = q.shape[-1]
     if d & (d - 1) or not 16 <= d <= 512:

@@ -16,6 +16,10 @@ from pallas_kernels.gemm import KERNELS
 from pallas_kernels.gemm.checks import check_operands
 from pallas_kernels.triton import call
 
+_LEAST_ROWS = 8
+"""Rows are padded to this many: XLA:CPU multiplies bfloat16 natively from here on, and is slower for one row."""
+_TRITON_ROWS = 16  # of a program
+
 
 def fp8_gemm(
     a: jax.Array,
@@ -240,10 +244,6 @@ def _require_float(name: str, x: jax.Array, min_ndim: int) -> None:
         raise ValueError(f"{name}: needs a floating-point array of {min_ndim} or more axes, got {x.shape} {x.dtype}")
 
 
-_LEAST_ROWS = 8
-"""Rows are padded to this many: XLA:CPU multiplies bfloat16 natively from here on, and is slower for one row."""
-
-
 def scaled_matmul(a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.Array) -> jax.Array:
     """Computes `(a * a_scale) @ (b * b_scale).T` as Hopper does: float32 sums of 128 exact products, scaled, added.
 
@@ -273,9 +273,6 @@ def scaled_matmul(a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.A
 def _pad(x: jax.Array, rows: int, column_multiple: int) -> jax.Array:
     pad = ((0, rows - x.shape[0]), (0, -x.shape[1] % column_multiple))
     return jnp.pad(x, pad) if any(high for _, high in pad) else x
-
-
-_TRITON_ROWS = 16
 
 
 def _quantize_triton(

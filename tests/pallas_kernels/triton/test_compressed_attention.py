@@ -172,7 +172,7 @@ def test_a_row_of_the_step_has_the_bits_of_a_cached_one() -> None:
 )
 def test_what_the_kernel_supports(q, row, plain, message) -> None:
     arrays = jax.ShapeDtypeStruct((2, *q[0]), q[1]), jax.ShapeDtypeStruct((4, 8, row[0]), row[1])
-    why = compressed._unsupported(*arrays, plain)
+    why = compressed.unsupported(*arrays, plain)
     assert why is None if message is None else message in why
 
 

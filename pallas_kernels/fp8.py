@@ -1,8 +1,11 @@
-"""FP8 (e4m3) with block scales: quantization, alone or after SwiGLU, and the dense product.
+"""FP8 (e4m3) with block scales: quantization, alone or after SwiGLU, and dense products, also of training.
 
 Follows section 3.3.2 of the DeepSeek-V3 report (arXiv:2412.19437) and DeepGEMM's test utilities: the scale of a block
 is its largest magnitude over 448, with the magnitude clamped at 1e-4; a value is recovered by *multiplying* with it.
 """
+
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -167,6 +170,36 @@ def swiglu_quantize(
     return _quantize_rows(gate_up, used_rows, gated=True, limit=limit, ue8m0=ue8m0, backend=backend)
 
 
+def trained_gemm(x: jax.Array, w: jax.Array, *, backend: Backend | None = None) -> jax.Array:
+    """Returns `x @ w.T` of e4m3 values, with gradients of e4m3 values too; all sums are float32.
+
+        y  = x w^T     x in tiles of 1 x 128, w in blocks of 128 x 128
+        dx = dy w      dy in tiles of 1 x 128, the same blocks of w
+        dw = dy^T x    both in tiles of 128 x 1: 128 tokens of one channel
+
+    The first two are `fp8_gemm`, which has a kernel on every GPU. No kernel here supports a scale per row of both
+    operands, which the third has. There the e4m3 values are multiplied in bfloat16, at its rate: scales are powers of
+    two, so that is exact.
+
+    The gradient saves x as e4m3 tiles, one byte per value. They are requantized along the tokens there.
+
+    Args:
+      x: [T, K] bfloat16 or float32.
+      w: [N, K] bfloat16 or float32, not quantized: the gradient is that of these values.
+      backend: implementation; None selects by device.
+
+    Returns:
+      [T, N] in x's dtype. The gradients have the dtypes of x and w.
+
+    Raises:
+      ValueError: shapes or dtypes that do not belong together; on Hopper also N or K that is no multiple of 16.
+    """
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"trained_gemm: needs x [T, K] and w [N, K] with one K, got {x.shape} and {w.shape}")
+    backend = with_fallback("trained_gemm", backend)
+    return trained_product("trained_gemm", x, w, None, _trained_dense, _dense_gradient, backend)
+
+
 def _quantize_rows(
     x, used_rows, *, gated: bool, ue8m0: bool, backend: Backend | None, limit: float | None = None
 ) -> tuple[jax.Array, jax.Array]:
@@ -310,3 +343,82 @@ def _quantize_triton(
         BLOCK=BLOCK,
     )
     return values if values.dtype == E4M3 else lax.bitcast_convert_type(values, E4M3), scale
+
+
+Quantized = tuple[jax.Array, jax.Array]
+"""e4m3 values and their float32 scales."""
+
+
+def trained_product(
+    name: str,
+    x: jax.Array,
+    w: jax.Array,
+    tile_group: jax.Array | None,
+    multiply: Callable[..., jax.Array],
+    weight_gradient: Callable[..., jax.Array],
+    backend: Backend | None,
+) -> jax.Array:
+    """Returns the product of training `name`, see `trained_gemm`; with `tile_group` of experts.
+
+    Args:
+      multiply: (tiles of x, blocks of w, tile_group, dtype, backend) -> their product.
+      weight_gradient: (dy, x, tile_group, w) -> dy^T x, float32; dy and x are bfloat16, w is for its shape.
+
+    Raises ValueError unless x and w are bfloat16 or float32.
+    """
+    supported = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+    if x.dtype not in supported or w.dtype not in supported:
+        raise ValueError(f"{name}: x and w must be bfloat16 or float32, got {x.dtype} and {w.dtype}")
+    return _trained(x, w, tile_group, multiply, weight_gradient, jnp.dtype(w.dtype), backend)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _trained(x, w, tile_group, multiply, weight_gradient, weight_dtype, backend):
+    return _trained_forward(x, w, tile_group, multiply, weight_gradient, weight_dtype, backend)[0]
+
+
+def _trained_forward(x, w, tile_group, multiply, weight_gradient, weight_dtype, backend):
+    tiles, blocks = activation_tiles(x, backend), quantize_128x128(w, backend=backend)
+    return multiply(tiles, blocks, tile_group, x.dtype, backend), (tiles, blocks, tile_group)
+
+
+def _trained_backward(multiply, weight_gradient, weight_dtype, backend, saved, dy):
+    tiles, blocks, tile_group = saved
+    transposed = [jnp.swapaxes(part, -1, -2) for part in blocks]
+    dx = multiply(activation_tiles(dy, backend), transposed, tile_group, dy.dtype, backend)
+    by_token = along_tokens(dy, backend), along_tokens(dequantized(tiles), backend)
+    return dx, weight_gradient(*by_token, tile_group, blocks[0]).astype(weight_dtype), None
+
+
+_trained.defvjp(_trained_forward, _trained_backward)
+
+
+def _trained_dense(tiles, blocks, tile_group, dtype, backend):
+    return fp8_gemm(*tiles, *blocks, out_dtype=dtype, backend=backend)
+
+
+def _dense_gradient(dy, x, tile_group, w):
+    return lax.dot_general(dy, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def activation_tiles(x: jax.Array, backend: Backend | None) -> Quantized:
+    """Returns x `[T, C]` in tiles of one token by 128 channels: values `[T, C]`, scales `[ceil(C/128), T]`."""
+    return quantize_1x128(x, ue8m0=True, backend=backend)
+
+
+def along_tokens(x: jax.Array, backend: Backend | None) -> jax.Array:
+    """Returns x `[T, C]` rounded to e4m3 in tiles of 128 tokens by one channel, exact in bfloat16.
+
+    The last tile may have fewer tokens.
+    """
+    return dequantized(activation_tiles(x.T, backend)).T
+
+
+def dequantized(tiles: Quantized) -> jax.Array:
+    """Returns the values of tiles with power-of-two scales, bfloat16 `[M, K]`, exactly.
+
+    `tiles` are values `[M, K]` and scales `[ceil(K/128), M]`.
+    """
+    values, scale = tiles
+    columns = jnp.repeat(scale.T, BLOCK, axis=1, total_repeat_length=scale.shape[0] * BLOCK)
+    return (values.astype(jnp.float32) * columns[:, : values.shape[1]]).astype(jnp.bfloat16)

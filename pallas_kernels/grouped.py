@@ -1,4 +1,4 @@
-"""Grouped products of rows sorted by expert, each expert's rows padded to whole tiles."""
+"""Grouped products of rows sorted by expert, each expert's rows padded to whole tiles (`align_groups`)."""
 
 import functools
 from collections.abc import Callable
@@ -8,9 +8,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import invariance, native
-from pallas_kernels.backend import Backend, resolve_operation
+from pallas_kernels.align import GroupAlignment as GroupAlignment
+from pallas_kernels.align import align_groups as align_groups
+from pallas_kernels.align import aligned_rows as aligned_rows
+from pallas_kernels.align import choose_tile_m as choose_tile_m
+from pallas_kernels.backend import Backend, resolve_operation, with_fallback
 from pallas_kernels.dense import plain_gemm
-from pallas_kernels.fp8 import scaled_matmul
+from pallas_kernels.float8 import BLOCK
+from pallas_kernels.fp8 import scaled_matmul, trained_product
 from pallas_kernels.gemm import KERNELS, triton_dispatch
 from pallas_kernels.gemm.checks import check_fp8, check_plain, check_tiles, plain_backend
 from pallas_kernels.gemm.four_bit import four_bit_contiguous
@@ -136,6 +141,35 @@ def fp4_grouped_gemm_contiguous(
     """
     operands = x, w, w_scale, tile_group, group_offset, tile_m
     return _four_bit("fp4_grouped_gemm_contiguous", jnp.uint32, operands, backend)
+
+
+def trained_gemm_contiguous(
+    x: jax.Array, w: jax.Array, tile_group: jax.Array, *, backend: Backend | None = None
+) -> jax.Array:
+    """Returns `x[rows of tile] @ w[tile_group[tile]].T` of e4m3 values, with gradients of e4m3 values too.
+
+    Each expert's rows are whole tiles of 128, so that the 128 tokens of a scale in the weight gradient belong to one.
+
+    Args:
+      x: [A, K] bfloat16 or float32, rows laid out by `align_groups` in tiles of 128; padding is zero.
+      w: [G, N, K] bfloat16 or float32, of one layer, not quantized: the gradient is that of these values.
+      tile_group: [A/128] int32, the group of each tile, -1 for none. Rows of such tiles are undefined in the result
+        and in the gradient of x; they add nothing to the gradient of w.
+      backend: implementation; None selects by device.
+
+    Returns:
+      [A, N] in x's dtype; all sums are float32. The gradients have the dtypes of x and w; a group without rows has
+      zeros.
+
+    Raises:
+      ValueError: shapes or dtypes that do not belong together; on Hopper also N or K that is no multiple of 16.
+    """
+    name = "trained_gemm_contiguous"
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2]:
+        raise ValueError(f"{name}: needs x [A, K] and w [G, N, K] with one K, got {x.shape} and {w.shape}")
+    check_tiles(name, x.shape[0], tile_group, BLOCK)
+    backend = with_fallback(name, backend)
+    return trained_product(name, x, w, tile_group, _trained_contiguous, _trained_gradient, backend)
 
 
 def _four_bit(
@@ -308,3 +342,13 @@ def _for_each_tile(step: Callable, tile_group: jax.Array, init: jax.Array) -> ja
     tiles = jnp.argsort(tile_group < 0, stable=True)
     used = jnp.sum(tile_group >= 0)
     return lax.fori_loop(0, used, lambda i, acc: step(tiles[i], tile_group[tiles[i]], acc), init)
+
+
+def _trained_contiguous(tiles, blocks, tile_group, dtype, backend):
+    (x, x_scale), (w, w_scale) = tiles, blocks
+    how = {"tile_m": BLOCK, "out_dtype": dtype, "backend": backend}
+    return fp8_grouped_gemm_contiguous(x, x_scale, w, w_scale, tile_group, **how)
+
+
+def _trained_gradient(dy, x, tile_group, w):
+    return weight_gradient(dy, x, tile_group, 0, BLOCK, w.shape[0])

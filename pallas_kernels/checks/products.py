@@ -14,10 +14,10 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.checks import arrays
 from pallas_kernels.checks.case import BFLOAT16, FLOAT32, FP8_SUMS, Case, Tolerance
 from pallas_kernels.dense import head_gemm, layer_gemm, plain_gemm
-from pallas_kernels.fp8 import fp8_gemm
+from pallas_kernels.fp8 import fp8_gemm, trained_gemm
 from pallas_kernels.gemm import dispatch, shapes
 from pallas_kernels.gemm.plan import TALL_TILE_M, TALL_TILE_N, WIDE_TILE_M, TilePlan
-from pallas_kernels.trained import trained_gemm, trained_gemm_contiguous
+from pallas_kernels.grouped import trained_gemm_contiguous
 
 _COMPARED_TOKENS = (64, 128)
 """Decode batches at which a product with one layer of a stack is compared with XLA's."""

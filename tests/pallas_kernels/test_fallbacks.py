@@ -32,7 +32,6 @@ from pallas_kernels import (
     mixing,
     mla,
     rows,
-    trained,
 )
 from pallas_kernels.align import queue_rows
 from pallas_kernels.backend import OPERATIONS, Backend, fallbacks, set_fallbacks, with_fallback
@@ -126,7 +125,7 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
     ),
     "quantize_1x128": (Backend.MOSAIC, fp8.quantize_1x128, (of((T, K)),)),
     "swiglu_quantize": (Backend.MOSAIC, fp8.swiglu_quantize, (of((T, 2 * K)),)),
-    "trained_gemm": (Backend.MOSAIC, trained.trained_gemm, (of((T, K)), of((N, K)))),
+    "trained_gemm": (Backend.MOSAIC, fp8.trained_gemm, (of((T, K)), of((N, K)))),
     "layer_gemm": (Backend.MOSAIC, functools.partial(dense.layer_gemm, layer=1), (of((T, K)), of((2, N, K)))),
     "plain_gemm": (Backend.NATIVE, dense.plain_gemm, (of((8, K)), of((N, K)))),
     "head_gemm": (Backend.MOSAIC, functools.partial(dense.head_gemm, layer=1), (of((T, H, K)), of((2, H, N, K)))),
@@ -152,7 +151,7 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
     ),
     "trained_gemm_contiguous": (
         Backend.MOSAIC,
-        trained.trained_gemm_contiguous,
+        grouped.trained_gemm_contiguous,
         (of((T, K)), of((E, N, K)), of((T // 128,), I32)),
     ),
     "align_groups": (

@@ -31,8 +31,7 @@ from dsv3.model.layers.router import Routing
 from dsv3.model.params import MoeParams
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 from pallas_kernels import grouped
-from pallas_kernels.align import GroupAlignment, queue_rows
-from pallas_kernels.trained import trained_gemm_contiguous
+from pallas_kernels.align import queue_rows
 from sharding.experts.capacity import expected_capacity
 from sharding.experts.rows import TokenRows, localize, sum_at
 from sharding.mesh import OF_NODE
@@ -131,10 +130,10 @@ def exchange(
         return _sums(_all_to_all(sums), queues)
 
 
-def _product(inner: jax.Array, down: jax.Array, order: GroupAlignment, numerics: Numerics) -> jax.Array:
+def _product(inner: jax.Array, down: jax.Array, order: grouped.GroupAlignment, numerics: Numerics) -> jax.Array:
     """Returns the down projections of aligned rows, `[A, D]`."""
     if numerics.fp8_products:
-        return trained_gemm_contiguous(inner, down, order.tile_group, backend=numerics.backend)
+        return grouped.trained_gemm_contiguous(inner, down, order.tile_group, backend=numerics.backend)
     return grouped.grouped_gemm_contiguous(inner, down, order.tile_group, tile_m=order.tile_m, backend=numerics.backend)
 
 

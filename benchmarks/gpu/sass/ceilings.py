@@ -11,9 +11,9 @@ import random
 from collections.abc import Iterator, Sequence
 
 from benchmarks.gpu.sass.model import assumed
-from pallas_kernels.align import aligned_rows
 from pallas_kernels.gemm.plan import WIDE_TILE_M, TilePlan, plan_contiguous, plan_dense
 from pallas_kernels.gemm.shapes import CONTIGUOUS_GROUPS, DENSE_NK, EXPERT_NK, OTHER_NK
+from pallas_kernels.grouped import aligned_rows
 from pallas_kernels.mosaic import NUM_SMS
 
 HEAD = ("product", "our tile", "DeepGEMM's", "ours", "DeepGEMM's", "ratio", "ratio, shared memory not counted")

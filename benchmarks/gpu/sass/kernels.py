@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.gpu.sass.model import Link, Load, Protocol, Role, assumed
-from pallas_kernels.align import choose_tile_m
 from pallas_kernels.backend import Backend
 from pallas_kernels.checks import Case, products
 from pallas_kernels.checks import experts as expert_cases
@@ -22,6 +21,7 @@ from pallas_kernels.gemm.dispatch import kernel_of_plan
 from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
 from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
 from pallas_kernels.gemm.schedule import Dense
+from pallas_kernels.grouped import choose_tile_m
 from pallas_kernels.mla import mla_prefill_spans, mla_prefill_topk
 from pallas_kernels.mla.layout import PAGE_SIZE
 from pallas_kernels.mosaic import NUM_SMS

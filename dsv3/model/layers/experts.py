@@ -11,10 +11,8 @@ from dsv3.model.layers.router import Routing
 from dsv3.model.params import Fp4Weight, Fp8Weight, Int4Weight, MoeParams
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 from pallas_kernels import fp8, grouped
-from pallas_kernels.align import GroupAlignment, align_groups, choose_tile_m
 from pallas_kernels.float8 import BLOCK
 from pallas_kernels.rows import swiglu
-from pallas_kernels.trained import trained_gemm_contiguous
 from sharding.experts.placement import Placement
 from sharding.experts.rows import Lines
 
@@ -71,7 +69,7 @@ class ExpertActivations:
 
     inner: jax.Array  # [A, I], e4m3 where the experts are FP8
     scale: jax.Array | None  # float32 scales of FP8 values
-    order: GroupAlignment
+    order: grouped.GroupAlignment
     overflow: jax.Array | None  # [] int32, 1 if the pairs exceeded the capacity, else 0; None: they cannot
     weights: jax.Array  # [T, K] float32
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})  # of the rows, and so of their sums
@@ -118,10 +116,10 @@ def gate_up(x: Rows | Quantized | Lines, routing: Routing, layer: ExpertLayer) -
     K, E = routing.ids.shape[1], _num_experts(params)
     pairs = min(routing.ids.size, numerics.expert_pairs or routing.ids.size)
     stored = jax.tree.leaves(params.gate_up)[0].dtype
-    preferred = choose_tile_m(pairs, E, dtype=stored, backend=numerics.backend)
+    preferred = grouped.choose_tile_m(pairs, E, dtype=stored, backend=numerics.backend)
     tile_m = BLOCK if numerics.fp8_products else preferred
     ids = routing.ids.reshape(-1)
-    order = align_groups(ids, E, tile_m, max_rows=layer.pairs, backend=numerics.backend)
+    order = grouped.align_groups(ids, E, tile_m, max_rows=layer.pairs, backend=numerics.backend)
     dtype = x.like.dtype if isinstance(x, Lines) else x.dtype
     overflow = None if layer.pairs is None else order.overflow
     rest = order, overflow, routing.weights, dtype
@@ -182,7 +180,7 @@ def weighted_sum(out: jax.Array, activations: ExpertActivations) -> jax.Array:
     return total
 
 
-def _tiles(order: GroupAlignment, layer: ExpertLayer) -> dict[str, Any]:
+def _tiles(order: grouped.GroupAlignment, layer: ExpertLayer) -> dict[str, Any]:
     return {
         "tile_group": order.tile_group,
         "tile_m": order.tile_m,
@@ -206,7 +204,7 @@ def _product(
         return grouped.int4_grouped_gemm_contiguous(rows, _merge(weight.data), _merge(weight.scale), **tiles)
     if layer.numerics.fp8_products:
         own = layer_slice(weight, layer.index)
-        return trained_gemm_contiguous(rows, own, tiles["tile_group"], backend=tiles["backend"])
+        return grouped.trained_gemm_contiguous(rows, own, tiles["tile_group"], backend=tiles["backend"])
     return grouped.grouped_gemm_contiguous(rows, _merge(weight), **tiles)
 
 

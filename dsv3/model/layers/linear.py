@@ -10,7 +10,6 @@ from dsv3.model.params import Fp8Weight, MlpParams
 from pallas_kernels import dense, fp8
 from pallas_kernels.backend import Backend
 from pallas_kernels.rows import swiglu
-from pallas_kernels.trained import trained_gemm
 
 Index = jax.Array | int
 """Index of a layer in a stack: static, or traced by a scan over the layers."""
@@ -90,7 +89,7 @@ def linear(x: Rows, weight: jax.Array | Fp8Weight, layer: Index, numerics: Numer
         return _fp8_linear(*fp8_rows(x, numerics), weight, layer, x.dtype, numerics)
     x = plain_rows(x)
     if numerics.fp8_products:
-        return trained_gemm(x, layer_slice(weight, layer), backend=numerics.backend)
+        return fp8.trained_gemm(x, layer_slice(weight, layer), backend=numerics.backend)
     return dense.layer_gemm(x, weight, layer, backend=numerics.backend)
 
 

@@ -101,7 +101,7 @@ def encode(x_ptr, rows_ptr, D: tl.constexpr, PLAIN: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit
 def store_entry(row, x, D: tl.constexpr, PLAIN: tl.constexpr, FLOOR: tl.constexpr):
-    """Stores x [D] as an FP8 row (`compressed/entry_row.py`): PLAIN of e4m3, the rest bfloat16, then e8m0 scales."""
+    """Stores x [D] as an FP8 row (`pallas_kernels/entries.py`): PLAIN of e4m3, the rest bfloat16, then e8m0 scales."""
     grouped = tl.reshape(x.to(tl.float32), (D // 64, 64))
     code = power_at_least(tl.div_rn(tl.maximum(tl.max(tl.abs(grouped), 1), FLOOR), 448.0))
     scaled = clipped(grouped * (1.0 / (code << 23).to(tl.float32, bitcast=True))[:, None])

@@ -11,7 +11,8 @@ from pallas_kernels import fp8
 from pallas_kernels.align import align_groups
 from pallas_kernels.backend import Backend
 from pallas_kernels.float8 import BLOCK, E4M3
-from pallas_kernels.trained import activation_tiles, along_tokens, dequantized, trained_gemm, trained_gemm_contiguous
+from pallas_kernels.fp8 import activation_tiles, along_tokens, dequantized, trained_gemm
+from pallas_kernels.grouped import trained_gemm_contiguous
 
 REFERENCE = Backend.REFERENCE
 

@@ -70,8 +70,10 @@ def mla_decode(
         return mosaic_ops.decode_mosaic(
             q, pages, page_table, lengths, scale=scale, first_page=first_page, schedule=schedule
         )
-    decode = native.decode_attention if chosen is Backend.NATIVE and native.attends(q, pages) else _DECODE[chosen]
-    return decode(q, pages, page_table, lengths, scale=scale, first_page=first_page, value_width=value_width)
+    attend = triton_ops.decode if chosen is Backend.TRITON else reference.decode_reference
+    if chosen is Backend.NATIVE and native.attends(q, pages):
+        attend = native.decode_attention
+    return attend(q, pages, page_table, lengths, scale=scale, first_page=first_page, value_width=value_width)
 
 
 def mla_prefill(
@@ -111,7 +113,10 @@ def mla_prefill(
         shared = k[:, 0, :0] if shared_key is None else shared_key
         return native.prefill_attention(q, k, shared, v, cu_lengths, scale=scale)
     k = k if shared_key is None else whole_keys(k, shared_key)
-    return _PREFILL[chosen](q, k, v, cu_lengths, scale=scale)
+    if chosen is Backend.MOSAIC:
+        return mosaic_ops.prefill_mosaic(q, k, v, cu_lengths, scale=scale)
+    attend = triton_ops.prefill if chosen is Backend.TRITON else reference.prefill_reference
+    return attend(q, k, v, cu_lengths, scale=scale)
 
 
 def whole_keys(k: jax.Array, shared_key: jax.Array) -> jax.Array:
@@ -344,7 +349,10 @@ def write_pages(
         return write.write_fp8_rows(pages, pack_fp8(latents, value_width), targets, offsets, value_width)
     latents = latents.astype(pages.dtype)
     chosen = _resolve_kernel("write_pages", backend, _write_unsupported, pages)
-    return _WRITE[chosen](pages, latents, targets, offsets)
+    if chosen is Backend.MOSAIC:
+        return write.write_rows_mosaic(pages, latents, targets, offsets)
+    write_rows = triton_ops.write_rows if chosen is Backend.TRITON else write.write_rows
+    return write_rows(pages, latents, targets, offsets)
 
 
 def decode_unsupported(q: Any, pages: Any, value_width: int, backend: Backend | None = None) -> str | None:
@@ -362,26 +370,6 @@ def prefill_unsupported(q: Any, v: Any, backend: Backend | None = None) -> str |
     check = {Backend.MOSAIC: mosaic_ops.prefill_unsupported, Backend.TRITON: triton_ops.prefill_unsupported}
     unsupported = check.get(resolve_backend(requested=backend))
     return unsupported(q, v) if unsupported else None
-
-
-_Arrays = tuple[jax.Array, jax.Array]
-_DECODE: dict[Backend, Callable[..., _Arrays]] = {
-    Backend.TRITON: triton_ops.decode,
-    Backend.NATIVE: reference.decode_reference,
-    Backend.REFERENCE: reference.decode_reference,
-}
-_PREFILL: dict[Backend, Callable[..., _Arrays]] = {
-    Backend.MOSAIC: mosaic_ops.prefill_mosaic,
-    Backend.TRITON: triton_ops.prefill,
-    Backend.NATIVE: reference.prefill_reference,
-    Backend.REFERENCE: reference.prefill_reference,
-}
-_WRITE: dict[Backend, Callable[..., jax.Array]] = {
-    Backend.MOSAIC: write.write_rows_mosaic,
-    Backend.TRITON: triton_ops.write_rows,
-    Backend.NATIVE: write.write_rows,
-    Backend.REFERENCE: write.write_rows,
-}
 
 
 def _targets(page_ids: jax.Array, offsets: jax.Array, layer: jax.Array | int, pages_per_layer: int) -> jax.Array:

@@ -57,8 +57,8 @@ class GpuTarget:
     l2_cache: int
     clock_ghz: float
     nvlinks: int
-    cuda_version: tuple[int, int]
-    cudnn_version: tuple[int, int]
+    cuda_version: tuple[int, int] = (13, 0)
+    cudnn_version: tuple[int, int] = (9, 10)
 
     def text_proto(self) -> str:
         """Writes the text form of XLA's GpuTargetConfigProto."""
@@ -111,56 +111,14 @@ dnn_version_info {{ major: {self.cudnn_version[0]} minor: {self.cudnn_version[1]
 """
 
 
-H200 = GpuTarget(
-    name="NVIDIA H200",
-    compute_capability=(9, 0),
-    multiprocessors=132,
-    memory=141 << 30,
-    memory_bytes_per_second=4_800_000_000_000,
-    l2_cache=50 << 20,
-    clock_ghz=1.98,
-    nvlinks=18,
-    cuda_version=(13, 0),
-    cudnn_version=(9, 10),
-)
+H200 = GpuTarget("NVIDIA H200", (9, 0), 132, 141 << 30, 4_800_000_000_000, 50 << 20, 1.98, 18)
 
 TARGETS = {
-    "H100": dataclasses.replace(
-        H200, name="NVIDIA H100 80GB HBM3", memory=80 << 30, memory_bytes_per_second=3_350_000_000_000
-    ),
+    "H100": GpuTarget("NVIDIA H100 80GB HBM3", (9, 0), 132, 80 << 30, 3_350_000_000_000, 50 << 20, 1.98, 18),
     "H200": H200,
-    "A100": dataclasses.replace(
-        H200,
-        name="NVIDIA A100-SXM4-80GB",
-        compute_capability=(8, 0),
-        multiprocessors=108,
-        memory=80 << 30,
-        memory_bytes_per_second=2_039_000_000_000,
-        l2_cache=40 << 20,
-        clock_ghz=1.41,
-        nvlinks=12,
-    ),
-    "L40S": dataclasses.replace(
-        H200,
-        name="NVIDIA L40S",
-        compute_capability=(8, 9),
-        multiprocessors=142,
-        memory=48 << 30,
-        memory_bytes_per_second=864_000_000_000,
-        l2_cache=96 << 20,
-        clock_ghz=2.52,
-        nvlinks=0,
-    ),
-    "B200": dataclasses.replace(
-        H200,
-        name="NVIDIA B200",
-        compute_capability=(10, 0),
-        multiprocessors=148,
-        memory=180 << 30,
-        memory_bytes_per_second=8_000_000_000_000,
-        l2_cache=126 << 20,
-        clock_ghz=1.965,
-    ),
+    "A100": GpuTarget("NVIDIA A100-SXM4-80GB", (8, 0), 108, 80 << 30, 2_039_000_000_000, 40 << 20, 1.41, 12),
+    "L40S": GpuTarget("NVIDIA L40S", (8, 9), 142, 48 << 30, 864_000_000_000, 96 << 20, 2.52, 0),
+    "B200": GpuTarget("NVIDIA B200", (10, 0), 148, 180 << 30, 8_000_000_000_000, 126 << 20, 1.965, 18),
 }
 """Compilation targets by name; figures from data sheets."""
 
@@ -172,15 +130,11 @@ class KernelResources:
     name: str
     registers: int
     """Registers per thread at launch; `set_max_registers` moves them between warpgroups afterwards."""
-    spill_store_bytes: int
-    spill_load_bytes: int
+    spill_bytes: int
+    """Stored and loaded."""
     stack_bytes: int
     ptx: str = dataclasses.field(repr=False)
     """The module that ptxas assembled."""
-
-    @property
-    def spill_bytes(self) -> int:
-        return self.spill_store_bytes + self.spill_load_bytes
 
 
 def gpu_devices(count: int = 1, *, per_host: int = 8, target: GpuTarget = H200) -> list[jax.Device]:
@@ -325,8 +279,7 @@ def _parse_report(report: str, modules: Mapping[str, str]) -> KernelResources:
     return KernelResources(
         name=name[2] if name else "",
         registers=number(r"Used (\d+) registers"),
-        spill_store_bytes=number(r"(\d+) bytes spill stores"),
-        spill_load_bytes=number(r"(\d+) bytes spill loads"),
+        spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
         stack_bytes=number(r"(\d+) bytes stack frame"),
         ptx=modules.get(name[1], "") if name else "",
     )

@@ -65,9 +65,9 @@ def resolve_backend(device: jax.Device | None = None, requested: Backend | None 
     """Returns the backend for `device`: that of `gpus.KINDS`, NATIVE on a CPU with kernels, REFERENCE elsewhere.
 
     Args:
-      device: the device that will run the operation; None means the default device of this process. requested: returned
-      if not None. With an explicit `device` it is rejected if it cannot run there. Without one it is
-        not checked, because a program may be traced here and compiled for another machine.
+      device: the device that will run the operation; None means the default device of this process.
+      requested: returned if not None. With an explicit `device` it is rejected if it cannot run there. Without one it
+        is not checked, because a program may be traced here and compiled for another machine.
 
     Raises:
       BackendUnavailableError: `device` cannot run `requested`.
@@ -122,6 +122,11 @@ def with_fallback(operation: str, requested: Backend | None) -> Backend | None:
     return _fallbacks.get(operation) if requested is None else requested
 
 
+def resolve_operation(operation: str, requested: Backend | None) -> Backend:
+    """Returns the backend that runs `operation`: `with_fallback`, or that of the default device."""
+    return resolve_backend(requested=with_fallback(operation, requested))
+
+
 def prepare(backend: Backend) -> None:
     """Prepares this process to compile programs with kernels of `backend`, and to load them from a file.
 
@@ -153,9 +158,25 @@ def has_jax_triton() -> bool:
     return importlib.util.find_spec("jax_triton") is not None
 
 
-def traced_gpu() -> gpus.GpuKind:
-    """Returns the GPU that Triton kernels are traced for: see `gpus.target`, which raises UnknownGpuError."""
-    return gpus.target(gpus.default_device())
+def uses_triton(backend: Backend) -> bool:
+    """Returns whether programs of `backend` may use Triton kernels, on Hopper too; logs once if jax-triton is missing.
+
+    Some operations have Triton kernels alone: Mosaic can neither gather rows nor scan within a thread block.
+    """
+    if backend not in (Backend.MOSAIC, Backend.TRITON):
+        return False
+    if not has_jax_triton():
+        warn_once("kernels: jax.numpy instead of Triton's, because jax-triton is missing; install the 'triton' extra")
+        return False
+    return True
+
+
+def traced_gpu(backend: Backend = Backend.TRITON) -> gpus.GpuKind:
+    """Returns the GPU that Triton kernels in programs of `backend` are traced for.
+
+    It is Hopper for MOSAIC, else that of `gpus.target`, which raises UnknownGpuError.
+    """
+    return gpus.by_number(90) if backend is Backend.MOSAIC else gpus.target(gpus.default_device())
 
 
 def _on_cpu() -> tuple[Backend, str]:
@@ -186,6 +207,12 @@ def _describe(device: jax.Device) -> str:
 def _log_once(chosen: Backend, reason: str) -> None:
     level = logging.WARNING if chosen is Backend.REFERENCE else logging.INFO
     _log.log(level, "kernels: %s, because %s", chosen.value, reason)
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Logs a warning, the same one once per process."""
+    _log.warning("%s", text)
 
 
 if __name__ == "__main__":

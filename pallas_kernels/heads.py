@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backend import Backend, has_jax_triton, resolve_backend, traced_gpu, with_fallback
-from pallas_kernels.dsa.triton_ops import traced_for
+from pallas_kernels.backend import Backend, resolve_operation, traced_gpu, uses_triton
 from pallas_kernels.float8 import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX
 from pallas_kernels.fp8 import quantize_1x128
 from pallas_kernels.rows import differentiable, rms_norm, rotate_heads
@@ -39,9 +38,9 @@ def unit_rotated_heads(
       eps: added to the mean square, which is float32.
       backend: implementation; None selects by device.
     """
-    backend = resolve_backend(requested=with_fallback("unit_rotated_heads", backend))
+    backend = resolve_operation("unit_rotated_heads", backend)
     reference = functools.partial(_reference, eps, backend)
-    if backend not in (Backend.MOSAIC, Backend.TRITON) or not has_jax_triton() or not x.size:
+    if not uses_triton(backend) or not x.size:
         return reference(x, cos, sin)
     return differentiable(functools.partial(_kernel, eps, backend), reference)(x, cos, sin)
 
@@ -69,10 +68,10 @@ def normed_latents(
       ue8m0: of the scales, if query latents are quantized too. They have no gradient then.
       backend: implementation; None selects by device.
     """
-    backend = resolve_backend(requested=with_fallback("normed_latents", backend))
+    backend = resolve_operation("normed_latents", backend)
     reference = functools.partial(_latents_reference, eps, backend)
     arrays = down, query_norm, norm, jnp.asarray(layer, jnp.int32), cos, sin
-    if backend not in (Backend.MOSAIC, Backend.TRITON) or not has_jax_triton() or not down.size:
+    if not uses_triton(backend) or not down.size:
         found = reference(*arrays)
     elif ue8m0 is not None and quantizes_rows(query_norm.shape[1], backend):
         return _latents_kernel(eps, backend, *arrays, ue8m0=ue8m0)
@@ -85,8 +84,7 @@ def normed_latents(
 
 def quantizes_rows(width: int, backend: Backend) -> bool:
     """Returns whether kernels that make rows of this width quantize them, too."""
-    with traced_for(backend):
-        return traced_gpu().fp8 and width % BLOCK == 0
+    return traced_gpu(backend).fp8 and width % BLOCK == 0
 
 
 def _latents_reference(
@@ -118,20 +116,20 @@ def _latents_kernel(
     widths = query_norm.shape[1], norm.shape[1]
     shapes = [jax.ShapeDtypeStruct((len(down), width), down.dtype) for width in widths]
     fp8 = quantized_shapes(len(down), widths[0], ue8m0)
-    with traced_for(backend):
-        query, latent, values, scale = call.start(
-            "heads.normed_latents",
-            (down, query_norm, norm, layer.reshape(1), cos, sin),
-            (*shapes, *fp8),
-            grid=(len(down), 2),
-            QUERY=widths[0],
-            WIDTH=widths[1],
-            ROTATED=2 * cos.shape[1],
-            EPS=eps,
-            **quantization(ue8m0),
-            BLOCK_Q=power_of_two(widths[0]),
-            BLOCK=power_of_two(widths[1]),
-        )
+    query, latent, values, scale = call.start(
+        "heads.normed_latents",
+        (down, query_norm, norm, layer.reshape(1), cos, sin),
+        (*shapes, *fp8),
+        grid=(len(down), 2),
+        backend=backend,
+        QUERY=widths[0],
+        WIDTH=widths[1],
+        ROTATED=2 * cos.shape[1],
+        EPS=eps,
+        **quantization(ue8m0),
+        BLOCK_Q=power_of_two(widths[0]),
+        BLOCK=power_of_two(widths[1]),
+    )
     return NormedLatents(query, latent, None if ue8m0 is None else (values, scale))
 
 
@@ -157,17 +155,17 @@ def _reference(eps: float, backend: Backend, x: jax.Array, cos: jax.Array, sin: 
 
 def _kernel(eps: float, backend: Backend, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     T, heads, width = x.shape
-    with traced_for(backend):
-        (out,) = call.start(
-            "heads.unit_rotated",
-            (x, cos, sin),
-            [jax.ShapeDtypeStruct(x.shape, x.dtype)],
-            grid=(T, heads),
-            warps=1,
-            HEADS=heads,
-            WIDTH=width,
-            ROTATED=2 * cos.shape[1],
-            EPS=eps,
-            BLOCK=power_of_two(width),
-        )
+    (out,) = call.start(
+        "heads.unit_rotated",
+        (x, cos, sin),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        grid=(T, heads),
+        backend=backend,
+        warps=1,
+        HEADS=heads,
+        WIDTH=width,
+        ROTATED=2 * cos.shape[1],
+        EPS=eps,
+        BLOCK=power_of_two(width),
+    )
     return out

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import dense, invariance
-from pallas_kernels.backend import Backend, has_jax_triton, resolve_backend, with_fallback
-from pallas_kernels.dsa.triton_ops import traced_for
+from pallas_kernels.backend import Backend, resolve_operation, uses_triton
 from pallas_kernels.fp8 import quantize_1x128
 from pallas_kernels.heads import quantization, quantized_shapes, quantizes_rows
 from pallas_kernels.rows import differentiable, rms_norm
@@ -65,7 +64,7 @@ def read_streams(
       ue8m0: of the scales, if what is read is quantized too. It has no gradient then.
       backend: implementation; None selects by device.
     """
-    backend = resolve_backend(requested=with_fallback("read_streams", backend))
+    backend = resolve_operation("read_streams", backend)
     how: dict[str, Any] = {"iterations": iterations, "eps": eps, "norm_eps": norm_eps}
     reference: Callable[..., StreamsRead] = functools.partial(_read_reference, backend=backend, **how)
     arrays = streams, weight, base, scale, norm, jnp.asarray(layer, jnp.int32)
@@ -90,7 +89,7 @@ def write_streams(
       parts: [T, D] of float types, one or more, whose sum is the block's result. The kernel takes one or two.
       backend: implementation; None selects by device.
     """
-    backend = resolve_backend(requested=with_fallback("write_streams", backend))
+    backend = resolve_operation("write_streams", backend)
     arrays = streams, post, between, *parts
     if len(parts) > 2 or not _takes(streams, backend):
         return _write_reference(*arrays)
@@ -137,7 +136,7 @@ def weighted_sum(weights: jax.Array, streams: jax.Array) -> jax.Array:
 def _takes(streams: jax.Array, backend: Backend) -> bool:
     """Returns whether the kernels run."""
     T, n, _ = streams.shape
-    return backend in (Backend.MOSAIC, Backend.TRITON) and has_jax_triton() and n & (n - 1) == 0 and T > 0
+    return uses_triton(backend) and n & (n - 1) == 0 and T > 0
 
 
 def _read_reference(
@@ -178,43 +177,44 @@ def _read_kernels(
 ) -> StreamsRead:
     (T, n, D), outputs = streams.shape, weight.shape[1]
     layer, columns, rows = layer.reshape(1), power_of_two(outputs + 1), 16 if invariance.planned_rows(T) <= 1024 else 32
-    with traced_for(backend):
-        (sums,) = call.start(
-            "mixing.product",
-            (streams, weight, layer),
-            [jax.ShapeDtypeStruct((_PARTS, T, columns), jnp.float32)],
-            grid=(-(-T // rows), _PARTS),
-            warps=rows // 4,
-            rows=T,
-            WIDTH=n * D,
-            OUTPUTS=outputs,
-            PART=-(-n * D // (_PARTS * _DEPTH)) * _DEPTH,
-            BLOCK_M=rows,
-            BLOCK_N=columns,
-            BLOCK_K=_DEPTH,
-        )
-        normed, post, between, values, scales = call.start(
-            "mixing.read",
-            (streams, sums, base, scale, norm, layer),
-            [
-                jax.ShapeDtypeStruct((T, D), streams.dtype),
-                _float32(T, n),
-                _float32(T, n, n),
-                *quantized_shapes(T, D, ue8m0),
-            ],
-            grid=(T,),
-            warps=8,
-            rows=T,
-            STREAMS=n,
-            WIDTH=D,
-            ITERATIONS=iterations,
-            EPS=eps,
-            NORM_EPS=norm_eps,
-            PARTS=_PARTS,
-            COLUMNS=columns,
-            **quantization(ue8m0),
-            BLOCK=power_of_two(D),
-        )
+    (sums,) = call.start(
+        "mixing.product",
+        (streams, weight, layer),
+        [jax.ShapeDtypeStruct((_PARTS, T, columns), jnp.float32)],
+        grid=(-(-T // rows), _PARTS),
+        backend=backend,
+        warps=rows // 4,
+        rows=T,
+        WIDTH=n * D,
+        OUTPUTS=outputs,
+        PART=-(-n * D // (_PARTS * _DEPTH)) * _DEPTH,
+        BLOCK_M=rows,
+        BLOCK_N=columns,
+        BLOCK_K=_DEPTH,
+    )
+    normed, post, between, values, scales = call.start(
+        "mixing.read",
+        (streams, sums, base, scale, norm, layer),
+        [
+            jax.ShapeDtypeStruct((T, D), streams.dtype),
+            _float32(T, n),
+            _float32(T, n, n),
+            *quantized_shapes(T, D, ue8m0),
+        ],
+        grid=(T,),
+        backend=backend,
+        warps=8,
+        rows=T,
+        STREAMS=n,
+        WIDTH=D,
+        ITERATIONS=iterations,
+        EPS=eps,
+        NORM_EPS=norm_eps,
+        PARTS=_PARTS,
+        COLUMNS=columns,
+        **quantization(ue8m0),
+        BLOCK=power_of_two(D),
+    )
     return StreamsRead(normed, post, between, None if ue8m0 is None else (values, scales))
 
 
@@ -233,15 +233,15 @@ def _write_kernel(
     backend: Backend, streams: jax.Array, post: jax.Array, between: jax.Array, *parts: jax.Array
 ) -> jax.Array:
     T, n, D = streams.shape
-    with traced_for(backend):
-        (out,) = call.start(
-            "mixing.write",
-            (streams, post, between, parts[0], parts[-1]),
-            [jax.ShapeDtypeStruct(streams.shape, streams.dtype)],
-            grid=(T, -(-D // _COLUMNS)),
-            STREAMS=n,
-            WIDTH=D,
-            TWO=len(parts) > 1,
-            BLOCK=_COLUMNS,
-        )
+    (out,) = call.start(
+        "mixing.write",
+        (streams, post, between, parts[0], parts[-1]),
+        [jax.ShapeDtypeStruct(streams.shape, streams.dtype)],
+        grid=(T, -(-D // _COLUMNS)),
+        backend=backend,
+        STREAMS=n,
+        WIDTH=D,
+        TWO=len(parts) > 1,
+        BLOCK=_COLUMNS,
+    )
     return out

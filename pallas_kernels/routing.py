@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend
-from pallas_kernels.dsa.triton_ops import traced_for
 from pallas_kernels.triton import call
 from pallas_kernels.triton.tiles import power_of_two
 
@@ -42,24 +41,24 @@ def weighted_experts(
       backend: MOSAIC or TRITON.
     """
     (T, E), how = logits.shape, dict[str, Any](TOPK=topk, NORMED=normed, FACTOR=factor, ROOT=score == SCORES[1])
-    with traced_for(backend):
-        ids, weights = call.start(
-            "routing.choose",
-            (
-                logits,
-                logits if bias is None else bias,
-                jnp.asarray(layer, jnp.int32).reshape(1),
-                logits if valid is None else valid,
-            ),
-            [jax.ShapeDtypeStruct((T, topk), jnp.int32), jax.ShapeDtypeStruct((T, topk), jnp.float32)],
-            grid=(T,),
-            warps=2,
-            EXPERTS=E,
-            BIASED=bias is not None,
-            MASKED=valid is not None,
-            FIRST=first,
-            BLOCK=power_of_two(E),
-            BLOCK_K=power_of_two(topk),
-            **how,
-        )
+    ids, weights = call.start(
+        "routing.choose",
+        (
+            logits,
+            logits if bias is None else bias,
+            call.scalar(layer),
+            logits if valid is None else valid,
+        ),
+        [jax.ShapeDtypeStruct((T, topk), jnp.int32), jax.ShapeDtypeStruct((T, topk), jnp.float32)],
+        grid=(T,),
+        backend=backend,
+        warps=2,
+        EXPERTS=E,
+        BIASED=bias is not None,
+        MASKED=valid is not None,
+        FIRST=first,
+        BLOCK=power_of_two(E),
+        BLOCK_K=power_of_two(topk),
+        **how,
+    )
     return ids, weights

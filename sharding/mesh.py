@@ -8,7 +8,7 @@ pages and decode state.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -77,13 +77,6 @@ AXES = AxisTable()
 """The default table; embedding and head may be sharded over a node in addition (`dsv3.model.vocabulary`)."""
 
 
-class HasAxes(Protocol):
-    """A declared parameter with logical axes, such as `dsv3.model.params.ParamSpec`."""
-
-    @property
-    def axes(self) -> Sequence[str | None]: ...
-
-
 def partition(axes: Sequence[str | None], parameter: str = "a parameter", table: AxisTable = AXES) -> PartitionSpec:
     """Returns the partition of a parameter with these logical axes; `parameter` names it in errors.
 
@@ -108,12 +101,12 @@ def _entry(axes: MeshAxes) -> Any:
 
 
 def partitions(declared: Any, table: AxisTable = AXES) -> Any:
-    """Returns a tree of partitions for a tree of declared parameters (`HasAxes`).
+    """Returns a tree of partitions for a tree of declared parameters (`dsv3.model.params.ParamSpec`).
 
     Raises ValueError as `partition` does.
     """
 
-    def leaf(path: Any, spec: HasAxes) -> PartitionSpec:
+    def leaf(path: Any, spec: Any) -> PartitionSpec:
         return partition(spec.axes, jax.tree_util.keystr(path, simple=True, separator="."), table)
 
     return jax.tree_util.tree_map_with_path(leaf, declared)
@@ -173,11 +166,6 @@ def rank_mesh(
 def rank_size(mesh: Mesh) -> int:
     """Returns the devices per rank: the tensor-parallel size."""
     return mesh.shape[TENSOR] * mesh.shape[CONTEXT]
-
-
-def rank_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array whose leading axis is the rank."""
-    return NamedSharding(mesh, RANK_SPEC)
 
 
 def shardings(specs: Any, mesh: Mesh) -> Any:

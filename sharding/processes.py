@@ -8,14 +8,9 @@ import jax
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from sharding.mesh import RANKS
-
-
-def spans_processes(mesh: Mesh) -> bool:
-    """Returns whether some devices of the mesh belong to other processes."""
-    return mesh.is_multi_process
 
 
 def place(tree: Any, shardings: Any) -> Any:

@@ -44,7 +44,7 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_MEDIAN_FUNCTION_LINES = 12
 # Modules that touch jax's private interface, each of which states why in its docstring.
-PRIVATE_JAX_MODULES = {"dsv3/engine/device/pool.py", "pallas_kernels/mosaic.py", "sharding/wire/collectives.py"}
+PRIVATE_JAX_MODULES = {"dsv3/engine/device/pool.py", "pallas_kernels/mosaic.py", "sharding/collectives.py"}
 
 
 def sources() -> list[pathlib.Path]:

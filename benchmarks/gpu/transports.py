@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.record import Cell, Report, parser_of, run
 from pallas_kernels.float8 import E4M3
+from sharding.collectives import compiler_options, in_program_order, launch_in_order, resolve_overlap
 from sharding.experts.library_hop import LibraryHop
 from sharding.experts.rows import TokenRows, unpacked
 from sharding.experts.traffic import LayerRows
@@ -35,7 +36,6 @@ from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import DEVICES, Machine, rank_mesh
 from sharding.nccl_ep import library
 from sharding.processes import place
-from sharding.wire.collectives import compiler_options, in_program_order, launch_in_order, resolve_overlap
 
 HIDDEN, EXPERTS, TOP_K = 7168, 256, 8
 PHASES = (("decode", 64), ("decode", 128), ("prefill", 4096))

@@ -21,8 +21,9 @@ from pallas_kernels import gpus
 from pallas_kernels.backend import Backend
 from pallas_kernels.compressed import RowList, attend_compressed
 from pallas_kernels.dense import head_gemm, layer_gemm
-from pallas_kernels.dsa import key_row, triton_ops
-from pallas_kernels.dsa.topk import raw_scores
+from pallas_kernels.dsa import key_row
+from pallas_kernels.dsa.attend import copy_rows
+from pallas_kernels.dsa.topk import raw_scores, select_in_kernel
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.fp8 import fp8_gemm, swiglu_quantize
 from pallas_kernels.grouped import fp4_grouped_gemm_contiguous, fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
@@ -134,10 +135,10 @@ def _sparse() -> Iterator[tuple[str, Case]]:
         keys = _array(2 * PAGES, 64, width, dtype=kind)
         q, weights = _array(64, 64, 128), _array(64, 64, dtype=jnp.float32)
         yield f"index scores, {name} keys", (score, (q, weights, keys, table, numbers))
-    choose = functools.partial(triton_ops.select_topk, topk=_BEST, backend=TRITON)
+    choose = functools.partial(select_in_kernel, topk=_BEST, backend=TRITON)
     scores = _array(64, 64 * _LONG_TABLE, dtype=jnp.float32)
     yield "choice of 2,048 tokens", (choose, (scores, numbers))
-    copy = functools.partial(triton_ops.copy_rows, first_page=0, value_width=512, backend=TRITON)
+    copy = functools.partial(copy_rows, first_page=0, value_width=512, backend=TRITON)
     for name, width, kind in (("FP8", fp8_row_bytes(512, 64), jnp.uint8), ("bfloat16", 576, jnp.bfloat16)):
         pages, positions = _array(2 * PAGES, 64, width, dtype=kind), _array(64, _BEST, dtype=jnp.int32)
         yield f"copies of chosen rows, {name}", (copy, (pages, table, positions, numbers))

@@ -17,8 +17,7 @@ from dsv3.checkpoint.load_plan import PlannedArray
 from dsv3.checkpoint.safetensors_file import CheckpointError
 from dsv3.model.params import Fp4Weight, Fp8Weight
 from pallas_kernels.float8 import BLOCK, E4M3
-from pallas_kernels.fp4 import VALUES
-from pallas_kernels.int4 import GROUP, VALUES_PER_WORD
+from pallas_kernels.int4 import FP4_VALUES, GROUP, VALUES_PER_WORD
 
 Fp4Mode = Literal["fp8", "keep"]
 """How FP4 experts are served: as block-scaled FP8 with the same values, or as FP4."""
@@ -67,7 +66,7 @@ def _scaled(raw: jax.Array, factor: jax.Array, dtype: Any) -> jax.Array:
 
     Even and odd columns are joined last, when they have few bytes.
     """
-    factors, table = jnp.repeat(factor, _PAIRS, axis=-1), jnp.asarray(VALUES)
+    factors, table = jnp.repeat(factor, _PAIRS, axis=-1), jnp.asarray(FP4_VALUES)
     both = [(table[codes] * factors).astype(dtype) for codes in (raw & 15, raw >> 4)]
     return jnp.stack(both, axis=-1).reshape(*raw.shape[:-1], -1)
 

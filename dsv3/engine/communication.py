@@ -14,13 +14,13 @@ from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig, itemsizes, sizes_of
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
 from dsv3.model.schedules.overlapped import worth_overlapping
+from sharding.collectives import Overlap, check_ragged, resolve_overlap
 from sharding.experts.library_hop import LibraryHop, chunk_of
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport import Transport, build, choose
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine, rank_size
 from sharding.nccl_ep import library
-from sharding.wire.collectives import Overlap, check_ragged, resolve_overlap
 
 _log = logging.getLogger(__name__)
 

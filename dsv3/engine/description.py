@@ -8,7 +8,7 @@ from dsv3.engine.dtypes import EngineDtypes, count_parameters, short
 from dsv3.kv_cache.layout import pool, token_bytes
 from dsv3.model.layers.indexer import indexer_of
 from pallas_kernels import dsa, mla
-from pallas_kernels.backend import Backend, fallbacks, has_jax_triton
+from pallas_kernels.backend import Backend, fallbacks, has_jax_triton, uses_triton
 
 
 def describe(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend, packed: str | None = "keep") -> str:
@@ -36,7 +36,7 @@ def _choice(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> str:
     text = f"; each token attends to {cfg.index_topk:,} at most"
     if backend is Backend.REFERENCE:
         return text
-    if not dsa.has_kernels(backend):
+    if not uses_triton(backend):
         return f"{text}, chosen by jax.numpy"
     indexer = indexer_of(cfg)
     q = jax.ShapeDtypeStruct((1, indexer.num_heads, indexer.head_dim), jnp.dtype(dtypes.compute))

@@ -14,9 +14,9 @@ from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Programs, Progress, Store, measure, running
 from dsv3.engine.job import JobKind, StepCommand
 from dsv3.engine.weights import ServedWeights
+from sharding.collectives import launch_in_order
 from sharding.mesh import shardings
 from sharding.processes import place
-from sharding.wire.collectives import launch_in_order
 
 _log = logging.getLogger(__name__)
 Results = list[Any]

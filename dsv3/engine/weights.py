@@ -29,7 +29,6 @@ from dsv3.model.params import Fp4Weight, Fp8Weight, Int4Weight, Params, ParamSpe
 from dsv3.model.tensor_parallel import row_order
 from sharding.experts.placement import Placement, expert_map_of
 from sharding.mesh import rank_size
-from sharding.processes import spans_processes
 
 Leaves = Mapping[str, Any]
 """Leaves of parameters by path, such as "moe.moe.gate_up": each an array, or a record of two."""
@@ -91,12 +90,12 @@ class ServedWeights:
         if any(id(array) in own for array in jax.tree.leaves(source)):
             raise ValueError("source: it has arrays of this engine itself, which the update deletes; copy them first")
         if isinstance(source, Params):
-            if spans_processes(self._mesh):
+            if self._mesh.is_multi_process:
                 raise ValueError("a tree needs an engine of one process; write a checkpoint directory instead")
             return plan_tree(dict(_flatten(source)), served, self._cfg, self._reading.dtype, experts, shards)
         if not isinstance(source, str | os.PathLike | Mapping):
             raise TypeError(f"source: {type(source).__name__} is neither a directory, nor Params, nor a mapping")
-        if isinstance(source, Mapping) and spans_processes(self._mesh):
+        if isinstance(source, Mapping) and self._mesh.is_multi_process:
             raise ValueError("a mapping needs an engine of one process; write a checkpoint directory instead")
         planned = plan_params(
             source if isinstance(source, Mapping) else Path(source),

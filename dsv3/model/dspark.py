@@ -30,7 +30,8 @@ from dsv3.model.steps import StepOutput
 from dsv3.model.vocabulary import Vocabulary
 from pallas_kernels import dense
 from pallas_kernels.backend import Backend
-from pallas_kernels.compressed import attend_compressed, encode_rows
+from pallas_kernels.compressed import attend_compressed
+from pallas_kernels.entries import encode_rows
 from pallas_kernels.rows import rms_norm
 from sharding.experts.placement import Placement
 

@@ -90,7 +90,7 @@ class Int4Weight:
 class Fp4Weight:
     """Routed experts of e2m1 codes: `data` uint32 [..., N, K / 8], `scale` bfloat16 [..., K / 32, N], multiplied.
 
-    Words and scales have the order of an `Int4Weight`; `pallas_kernels.fp4` defines the values.
+    Words and scales have the order of an `Int4Weight`; `pallas_kernels.int4` defines the values.
     """
 
     data: Any

@@ -52,6 +52,11 @@ def four_bit_weights(key: jax.Array, count: int, n: int, k: int, word: Any) -> t
     return words, jax.random.uniform(scale_key, (count, k // 32, n), jnp.bfloat16, 0.01, 0.02)
 
 
+def anew[T](operands: T, i: jax.Array) -> T:
+    """Returns the operands, as if they depended on `i`: a loop of calls would compute a result without it once."""
+    return jax.lax.optimization_barrier((operands, i))[0]
+
+
 def only(weights: Any, first: Any, count: int = 1) -> Any:
     """Returns the stacks with NaN in all but `count` weights from `first` on. Integers stay."""
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,35 +12,18 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.checks import arrays
 from pallas_kernels.checks.attention import OUT_OF_RANGE
 from pallas_kernels.checks.case import BFLOAT16, EXACT, Case
-from pallas_kernels.compressed import (
-    Given,
-    PoolSizes,
-    RowList,
-    StepTokens,
-    attend_compressed,
-    complete_entries,
-    encode_rows,
-)
+from pallas_kernels.compressed import RowList, attend_compressed
+from pallas_kernels.entries import Given, PoolSizes, StepTokens, complete_entries, encode_rows
 
 WIDTH, PLAIN, WINDOW = 512, 448, 128
 RING, PAGE = 136, 64
 """Rows of a page of the window, and of a page of entries, at DeepSeek-V4's sizes."""
 SCALE = WIDTH**-0.5
+ENTRIES = (((0, 0, 1, *(512,) * 125), 64), ((0, 1023, *(1024,) * 62), 128), ((0, 1, 896, 897, 8192), 64))
+"""(entries of each query, heads), as V4-Flash, V4-Pro and their heavy layers list."""
 
 
-def attend_compressed_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields queries without rows, with few, and with as many as V4-Flash, V4-Pro and their heavy layers list."""
-    del backend
-    for fp8 in (False, True):
-        if quick:
-            yield attend_case((0, 1, 64, 200), heads=16, fp8=fp8)
-        else:
-            yield attend_case((0, 0, 1, *(512,) * 125), heads=64, fp8=fp8)
-            yield attend_case((0, 1023, *(1024,) * 62), heads=128, fp8=fp8)
-            yield attend_case((0, 1, 896, 897, 8192), heads=64, fp8=fp8)
-
-
-def attend_case(entries: tuple[int, ...], *, heads: int, fp8: bool) -> Case:
+def attend_case(entries: tuple[int, ...], heads: int, fp8: bool) -> Case:
     """Returns attention of one query per number of entries. The first sees nothing, the others up to 128 tokens."""
     N, rng = len(entries), np.random.default_rng(0)
     seen = np.minimum(50 * np.arange(N), WINDOW), np.asarray(entries)
@@ -69,13 +51,14 @@ def attend_case(entries: tuple[int, ...], *, heads: int, fp8: bool) -> Case:
 
         bad = {
             n: dataclasses.replace(operands[n], array=only(operands[n].array, r))
-            for n, r in zip(_LISTS, listed, strict=False)
+            for n, r in zip(("window", "entries"), listed, strict=False)
         }
         return operands | bad | {"own": only(operands["own"], listed[2])}
 
     def call(operands: dict[str, Any], i: Any, backend: Backend) -> jax.Array:
-        q, _ = jax.lax.optimization_barrier((operands["q"], i))  # else a loop of calls would compute it once
-        return attend_compressed(**operands | {"q": q}, scale=SCALE, plain=PLAIN, backend=backend)
+        return attend_compressed(
+            **operands | {"q": arrays.anew(operands["q"], i)}, scale=SCALE, plain=PLAIN, backend=backend
+        )
 
     rows = int(seen[0].sum() + seen[1].sum())
     named = ", ".join(map(str, dict.fromkeys(entries)))
@@ -91,27 +74,12 @@ def attend_case(entries: tuple[int, ...], *, heads: int, fp8: bool) -> Case:
     )
 
 
-_LISTS = ("window", "entries")
+def encode_case(rows: int, width: int) -> Case:
+    """Returns latents of DeepSeek-V4 as FP8 rows."""
+    plain = width - 64
 
-
-def complete_entries_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields entries of DeepSeek-V4's three compressors, and of requests of which few complete one."""
-    del backend
-    for ratio, width, rotated in ((4, 128, 64), (8, 64, 64)) if quick else ((4, 512, 64), (4, 128, 64), (128, 512, 64)):
-        yield complete_case(5 if quick else 64, ratio, width, rotated, overlaps=ratio == 4, is_key=width == 128)
-
-
-def encode_rows_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields latents of DeepSeek-V4 as FP8 rows."""
-    del backend
-    for rows, width in ((3, 128), (17, 256)) if quick else ((64, WIDTH), (4096, WIDTH)):
-        yield _encode_case(rows, width, width - 64)
-
-
-def _encode_case(rows: int, width: int, plain: int) -> Case:
     def call(operands: jax.Array, i: Any, backend: Backend) -> jax.Array:
-        x, _ = jax.lax.optimization_barrier((operands, i))  # else a loop of calls would compute it once
-        return encode_rows(x, plain, jnp.uint8, backend=backend)
+        return encode_rows(arrays.anew(operands, i), plain, jnp.uint8, backend=backend)
 
     return Case(
         f"{rows} x {width}, {plain} in FP8", lambda key: arrays.normal(key, rows, width), call, {"out": EXACT},
@@ -119,9 +87,10 @@ def _encode_case(rows: int, width: int, plain: int) -> Case:
     )  # fmt: skip
 
 
-def complete_case(requests: int, ratio: int, width: int, rotated: int, *, overlaps: bool, is_key: bool) -> Case:
+def complete_case(requests: int, ratio: int, width: int) -> Case:
     """Returns the entries that one token of each request completes or not; odd requests have begun another page."""
-    page, layers, rng = 256, 2, np.random.default_rng(0)
+    page, layers, rotated, rng = 256, 2, 64, np.random.default_rng(0)
+    overlaps, is_key = ratio == 4, width == 128
     position = page + ratio * np.where(np.arange(requests) % 2, 1, page // ratio) - 1 - np.arange(requests) % 3 % 2
     done, ring = np.flatnonzero((position + 1) % ratio == 0), 2 * ratio + 8
     channels = (1 + overlaps) * width
@@ -157,7 +126,7 @@ def complete_case(requests: int, ratio: int, width: int, rotated: int, *, overla
         if backend not in (Backend.MOSAIC, Backend.TRITON):
             return reference(operands, i).astype(jnp.bfloat16)
         ints = functools.partial(jnp.asarray, dtype=jnp.int32)
-        given, _ = jax.lax.optimization_barrier((operands, i))  # else a loop of calls would compute it once
+        given = arrays.anew(operands, i)
         tokens = StepTokens(
             ints(np.arange(requests)), ints(position), ints(np.arange(requests)), ints(position), ints(position + 1),
             ints(slots), ints(pages), ints(windows),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import native
+from pallas_kernels.align import RowQueues, align_groups, aligned_rows, choose_tile_m, queue_rows
 from pallas_kernels.backend import Backend
 from pallas_kernels.checks import arrays
 from pallas_kernels.checks.case import BFLOAT16, EXACT, FLOAT32, FP8_SUMS, Case, widened
@@ -17,16 +18,12 @@ from pallas_kernels.fp8 import quantize_1x128
 from pallas_kernels.gemm import dispatch, shapes
 from pallas_kernels.gemm.plan import WIDE_TILE_M, TilePlan
 from pallas_kernels.grouped import (
-    align_groups,
-    aligned_rows,
-    choose_tile_m,
     fp4_grouped_gemm_contiguous,
     fp8_grouped_gemm_contiguous,
     grouped_gemm_contiguous,
     int4_grouped_gemm_contiguous,
 )
-from pallas_kernels.queues import RowQueues, queue_rows
-from pallas_kernels.routing import SCORES, weighted_experts
+from pallas_kernels.routing import weighted_experts
 
 INT4, FP4 = jnp.int32, jnp.uint32
 """Weights of four bits, by the type of their words."""
@@ -105,29 +102,12 @@ def _four_bit_cases(word: Any, backend: Backend, quick: bool) -> Iterator[Case]:
     yield decode_case(_MOST_RAGGED, 96, 4096, 7168, word, backend)
 
 
-def align_groups_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields rows of few and of many groups, rows without a group, and more rows than capacity."""
-    del backend
-    yield align_case(40, 7, 16, None)
-    yield align_case(300, 5, 8, 64)
-    if not quick:
-        yield align_case(1024, 32, 16, None)
-        yield align_case(131072, 288, 128, 131072)
-
-
-def queue_rows_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields queues for the devices of a node, and of a decode unit, one of them with more rows than lines."""
-    del backend
-    for rows, peers, each, capacity in ((20, 3, 2, 4),) if quick else ((64, 4, 64, 64), (128, 144, 2, 12)):
-        yield _queue_case(rows, peers, each, capacity)
-
-
-def _queue_case(rows: int, peers: int, each: int, capacity: int) -> Case:
+def queue_case(rows: int, peers: int, each: int, capacity: int) -> Case:
+    """Returns queues of rows with random ids, some of them without a peer."""
     ids = jnp.asarray(np.random.default_rng(0).integers(-1, peers * each, (rows, 6)), jnp.int32)
 
     def call(operands: jax.Array, i: Any, backend: Backend) -> dict[str, jax.Array]:
-        given, _ = jax.lax.optimization_barrier((operands, i))
-        return queue_rows(given, peers, each, capacity, backend=backend)._asdict()
+        return queue_rows(arrays.anew(operands, i), peers, each, capacity, backend=backend)._asdict()
 
     return Case(
         f"{rows} rows for {peers} peers, {capacity} lines each", lambda key: ids, call,
@@ -144,15 +124,9 @@ def choose_experts_cases(backend: Backend, quick: bool) -> Iterator[Case]:
             yield _routing_case(rows, 64, 6, (1, 1, 1))
 
 
-def weighted_experts_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields the choice of DeepSeek-V4, with a bias and with many equal scores."""
-    del backend
-    for rows, count, topk in ((3, 40, 3), (17, 64, 6)) if quick else ((64, 256, 6), (4096, 384, 6)):
-        for score in SCORES:
-            yield _weighted_case(rows, count, topk, score)
+def weighted_case(rows: int, count: int, topk: int, score: str) -> Case:
+    """Returns the choice of DeepSeek-V4, with a bias and with many equal scores."""
 
-
-def _weighted_case(rows: int, count: int, topk: int, score: str) -> Case:
     def operands(key: jax.Array) -> dict[str, jax.Array]:
         keys = jax.random.split(key)
         logits = jax.random.randint(keys[0], (rows, count), -8, 8).astype(jnp.float32)
@@ -168,7 +142,7 @@ def _weighted_case(rows: int, count: int, topk: int, score: str) -> Case:
     def call(operands: dict[str, jax.Array], i: Any, backend: Backend) -> dict[str, jax.Array]:
         if backend not in (Backend.MOSAIC, Backend.TRITON):
             return reference(operands, i)
-        given, _ = jax.lax.optimization_barrier((operands, i))  # else a loop of calls would compute it once
+        given = arrays.anew(operands, i)
         how: dict[str, Any] = {"topk": topk, "score": score, "normed": True, "factor": 1.5, "first": 2}
         ids, weights = weighted_experts(given["logits"], given["bias"], i % 3 + 2, **how, backend=backend)
         return {"ranked": jnp.sort(ids), "weights": jnp.sort(weights)}
@@ -286,8 +260,7 @@ def align_case(rows: int, groups: int, tile_m: int, max_rows: int | None) -> Cas
     ids = np.random.default_rng(0).integers(-1, groups + 1, rows, np.int32)
 
     def call(operands: jax.Array, i: Any, backend: Backend) -> dict[str, jax.Array]:
-        ids, _ = jax.lax.optimization_barrier((operands, i))
-        return align_groups(ids, groups, tile_m, max_rows=max_rows, backend=backend)._asdict()
+        return align_groups(arrays.anew(operands, i), groups, tile_m, max_rows=max_rows, backend=backend)._asdict()
 
     capacity = aligned_rows(min(rows, max_rows or rows), groups, tile_m)
 

@@ -62,13 +62,6 @@ def layer_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
         yield plain_case(m, 2112, 7168)
 
 
-def plain_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields products with a weight outside of a stack."""
-    del backend
-    for m, n, k in ((3, 16, 128), (33, 72, 264)) if quick else ((64, 129280, 7168), (1000, 2112, 7168)):
-        yield unstacked_case(m, n, k)
-
-
 def head_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     """Yields k_up and v_up of DeepSeek-V3."""
     del backend
@@ -147,7 +140,7 @@ def unstacked_case(m: int, n: int, k: int) -> Case:
         return {"x": arrays.normal(x_key, m, k), "w": arrays.normal(w_key, n, k)}
 
     def call(operands: dict[str, jax.Array], i: Any, backend: Backend) -> jax.Array:
-        x, _ = jax.lax.optimization_barrier((operands["x"], i))
+        x = arrays.anew(operands["x"], i)
         return plain_gemm(x, operands["w"], out_dtype=jnp.float32, backend=backend)
 
     size = 2 * (m * k + n * k) + 4 * m * n
@@ -185,29 +178,22 @@ def _layer_case(
 _TRAINED = Tolerance(1e-3, 2**-5, 2**-3, "few of a sum's values are rounded to another e4m3 neighbor")
 
 
-def trained_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields a linear layer, with its gradients."""
-    del backend
-    for m, n, k in ((48, 256, 384), (130, 128, 128)) if quick else ((4096, 2112, 7168), (1000, 7168, 2048)):
-        yield _trained(f"{m} x {n} x {k}", (m, k), (n, k), lambda x, w, backend: trained_gemm(x, w, backend=backend))
+def trained_case(m: int, n: int, k: int) -> Case:
+    """Returns a linear layer of training, with its gradients."""
+    return _trained(f"{m} x {n} x {k}", (m, k), (n, k), lambda x, w, backend: trained_gemm(x, w, backend=backend))
 
 
-def trained_gemm_contiguous_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields experts, one without rows, with their gradients; tiles without a group are not compared."""
-    del backend
-    for tiles, n, k in (
-        (((1, 0, 2), 128, 256),) if quick else (((8, 0, 24, 1), 4096, 7168), ((8, 0, 24, 1), 7168, 2048))
-    ):
-        tile_group = np.repeat(np.arange(len(tiles), dtype=np.int32), tiles)
-        groups = np.append(tile_group, np.int32(-1))
+def trained_contiguous_case(tiles: tuple[int, ...], n: int, k: int) -> Case:
+    """Returns experts with so many `tiles`, with their gradients; tiles without a group are not compared."""
+    tile_group = np.repeat(np.arange(len(tiles), dtype=np.int32), tiles)
+    groups, held = np.append(tile_group, np.int32(-1)), len(tile_group) * 128
 
-        def product(x: jax.Array, w: jax.Array, backend: Backend, groups: np.ndarray = groups) -> jax.Array:
-            made = trained_gemm_contiguous(x, w, jnp.asarray(groups), backend=backend)
-            held = np.repeat(groups >= 0, 128)[:, None]
-            return jnp.where(held, made, 0)
+    def product(x: jax.Array, w: jax.Array, backend: Backend) -> jax.Array:
+        made = trained_gemm_contiguous(x, w, jnp.asarray(groups), backend=backend)
+        return jnp.where(np.repeat(groups >= 0, 128)[:, None], made, 0)
 
-        name = f"{len(tiles)} groups, {len(tile_group) * 128} rows, {n} x {k}"
-        yield _trained(name, (len(groups) * 128, k), (len(tiles), n, k), product, held=len(tile_group) * 128)
+    name = f"{len(tiles)} groups, {held} rows, {n} x {k}"
+    return _trained(name, (len(groups) * 128, k), (len(tiles), n, k), product, held=held)
 
 
 def _trained(
@@ -226,7 +212,7 @@ def _trained(
         return {"x": x, "w": arrays.normal(w_key, *w_shape), "dy": dy}
 
     def call(operands: dict[str, jax.Array], i: Any, backend: Backend) -> dict[str, jax.Array]:
-        x, _ = jax.lax.optimization_barrier((operands["x"], i))
+        x = arrays.anew(operands["x"], i)
         y, gradient = jax.vjp(lambda x, w: product(x, w, backend), x, operands["w"])
         dx, dw = gradient(operands["dy"])
         return {"y": y, "dx": dx[:held], "dw": dw}

@@ -56,7 +56,7 @@ def quantize_case(
     counts = np.arange(m) < (m if used is None else used)
 
     def call(operands: jax.Array, i: Any, backend: Backend) -> tuple[jax.Array, jax.Array]:
-        x, _ = jax.lax.optimization_barrier((operands, i))  # else a loop of calls would compute it once
+        x = arrays.anew(operands, i)
         some: dict[str, Any] = {} if used is None else {"used_rows": jnp.int32(used)}
         some |= {} if limit is None else {"limit": limit}
         return quantize(x, backend=backend, **some)
@@ -79,133 +79,110 @@ def quantize_case(
     )
 
 
-def rms_norm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields the norm of the hidden state, and of the first part of wider rows."""
-    del backend
-    for m, width, extra in ((3, 96, 0), (17, 64, 32)) if quick else ((64, 7168, 0), (4096, 7168, 0), (1000, 512, 64)):
-        yield _row_case(
-            f"{m} x {width}{f' of {width + extra}' if extra else ''}",
-            lambda x, w, i, backend: rows.rms_norm(x, w, i, _EPSILON, backend=backend),
-            (m, width + extra),
-            width,
-        )
+def rms_norm_case(m: int, width: int, extra: int) -> Case:
+    """Returns the norm of the hidden state, or of the first part of rows that are wider by `extra`."""
+    return _row_case(
+        f"{m} x {width}{f' of {width + extra}' if extra else ''}",
+        lambda x, w, i, backend: rows.rms_norm(x, w, i, _EPSILON, backend=backend),
+        (m, width + extra),
+        width,
+    )
 
 
-def swiglu_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields SwiGLU of bfloat16 rows."""
-    del backend
-    for m, width in ((3, 24), (17, 64)) if quick else ((64, 2048), (4096, 2048)):
-        name = f"{m} x {width}"
-        yield _row_case(name, lambda x, w, i, backend: rows.swiglu(x, backend=backend), (m, 2 * width), 8)
+def swiglu_case(m: int, width: int) -> Case:
+    """Returns SwiGLU of bfloat16 rows."""
+    return _row_case(f"{m} x {width}", lambda x, w, i, backend: rows.swiglu(x, backend=backend), (m, 2 * width), 8)
 
 
-def rotate_heads_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields the rotation of the last part of heads."""
-    del backend
-    for m, heads, width, turned in (
-        ((3, 2, 12, 4), (17, 3, 24, 8)) if quick else ((64, 128, 192, 64), (4096, 16, 192, 64))
-    ):
-        yield _row_case(
-            f"{m} x {heads} heads of {width}, {turned} rotated",
-            lambda x, w, i, backend, n=turned: rows.rotate_heads(x, *_angles(len(x), n), backend=backend),
-            (m, heads, width),
-            8,
-        )
+def rotate_heads_case(m: int, heads: int, width: int, turned: int) -> Case:
+    """Returns the rotation of the last part of heads."""
+    return _row_case(
+        f"{m} x {heads} heads of {width}, {turned} rotated",
+        lambda x, w, i, backend: rows.rotate_heads(x, *_angles(m, turned), backend=backend),
+        (m, heads, width),
+        8,
+    )
 
 
-def unit_rotated_heads_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields the queries of DeepSeek-V4."""
-    del backend
-    for m, heads, width, turned in (
-        ((3, 2, 12, 4), (17, 3, 24, 8)) if quick else ((64, 64, 512, 64), (4096, 16, 512, 64))
-    ):
-        yield _row_case(
-            f"{m} x {heads} heads of {width}, {turned} rotated",
-            lambda x, w, i, backend, n=turned: unit_rotated_heads(x, *_angles(len(x), n), _EPSILON, backend=backend),
-            (m, heads, width),
-            8,
-        )
+def unit_rotated_heads_case(m: int, heads: int, width: int, turned: int) -> Case:
+    """Returns the norm and rotation of DeepSeek-V4's queries."""
+    return _row_case(
+        f"{m} x {heads} heads of {width}, {turned} rotated",
+        lambda x, w, i, backend: unit_rotated_heads(x, *_angles(m, turned), _EPSILON, backend=backend),
+        (m, heads, width),
+        8,
+    )
 
 
-def normed_latents_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields query latents and latents of DeepSeek-V4."""
-    del backend
-    for m, query, width, turned in ((3, 40, 24, 8), (17, 64, 32, 16)) if quick else ((64, 1024, 512, 64),):
-        yield _row_case(
-            f"{m} x ({query} + {width}), {turned} rotated",
-            lambda x, w, i, backend, q=query, n=turned: jnp.concatenate(
-                normed_latents(x, w[:, :q], w[:, q:], i, *_angles(len(x), n), _EPSILON, backend=backend)[:2], axis=1
-            ),
-            (m, query + width),
-            query + width,
-        )
+def normed_latents_case(m: int, query: int, width: int, turned: int) -> Case:
+    """Returns the norms of DeepSeek-V4's query latents and latents, and the rotation of these."""
+
+    def both(x: jax.Array, w: jax.Array, i: Any, backend: Backend) -> jax.Array:
+        angles = _angles(m, turned)
+        found = normed_latents(x, w[:, :query], w[:, query:], i, *angles, _EPSILON, backend=backend)
+        return jnp.concatenate(found[:2], axis=1)
+
+    name = f"{m} x ({query} + {width}), {turned} rotated"
+    return _row_case(name, both, (m, query + width), query + width)
 
 
-def read_streams_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields the reading of four streams, of few tokens and of many."""
-    del backend
-    for tokens, width in ((3, 96), (33, 256)) if quick else ((1, 4096), (64, 4096), (4096, 4096), (64, 7168)):
-        yield streams_case("read", tokens, width)
+def latent_rows_case(m: int, latent: int, turned: int, before: int) -> Case:
+    """Returns rows of the cache from the end of rows that are wider by `before`."""
+    return _row_case(
+        f"{m} x ({latent} + {turned})",
+        lambda x, w, i, backend: rows.latent_rows(x, w, i, *_angles(m, turned), _EPSILON, backend=backend),
+        (m, before + latent + turned),
+        latent,
+    )
 
 
-def write_streams_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields the writing of four streams, of few tokens and of many."""
-    del backend
-    for tokens, width in ((3, 96), (33, 256)) if quick else ((1, 4096), (64, 4096), (4096, 4096), (64, 7168)):
-        yield streams_case("write", tokens, width)
-
-
-def streams_case(which: str, tokens: int, width: int) -> Case:
-    """Returns what is done with residual streams at the place of a block, as DeepSeek-V4 has it."""
+def read_streams_case(tokens: int, width: int) -> Case:
+    """Returns the reading of four residual streams, as DeepSeek-V4 has them."""
     n, layers = 4, 3
+
+    def operands(key: jax.Array) -> dict[str, Any]:
+        keys = iter(jax.random.split(key, 7))
+        streams = arrays.normal(next(keys), tokens, n, width)
+        shapes = {
+            "weight": (layers, 24, n * width),
+            "base": (layers, 24),
+            "scale": (layers, 3),
+            "norm": (layers, width),
+        }
+        made = {name: jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
+        return {"streams": streams} | made | {"weight": made["weight"] * (n * width) ** -0.5}
+
+    def call(operands: dict[str, Any], i: Any, backend: Backend) -> dict[str, jax.Array]:
+        how: dict[str, Any] = {"layer": i % layers, "iterations": 20, "eps": _EPSILON, "norm_eps": _EPSILON}
+        found = read_streams(**arrays.anew(operands, i), **how, backend=backend)
+        return {"normed": found.normed, "post": found.post, "between": found.between}
+
+    return Case(
+        f"{tokens} tokens of {n} x {width}", operands, call,
+        {"normed": BFLOAT16, "post": FLOAT32, "between": FLOAT32}, counted=lambda operands, result: result,
+    )  # fmt: skip
+
+
+def write_streams_case(tokens: int, width: int) -> Case:
+    """Returns the writing of four residual streams after a block of two parts."""
+    n = 4
 
     def operands(key: jax.Array) -> dict[str, jax.Array]:
         keys = iter(jax.random.split(key, 7))
         made = {"streams": arrays.normal(next(keys), tokens, n, width)}
-        if which == "write":
-            made |= {name: arrays.normal(next(keys), tokens, width) for name in ("first", "second")}
-            shapes = {"post": (tokens, n), "between": (tokens, n, n)}
-        else:
-            shapes = {
-                "weight": (layers, 24, n * width),
-                "base": (layers, 24),
-                "scale": (layers, 3),
-                "norm": (layers, width),
-            }
-        made |= {name: jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
-        return made | ({"weight": made["weight"] * (n * width) ** -0.5} if which == "read" else {})
+        made |= {name: arrays.normal(next(keys), tokens, width) for name in ("first", "second")}
+        shapes = {"post": (tokens, n), "between": (tokens, n, n)}
+        return made | {name: jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
 
     def call(operands: dict[str, jax.Array], i: Any, backend: Backend) -> dict[str, jax.Array]:
-        given, _ = jax.lax.optimization_barrier((operands, i))  # else a loop of calls would compute it once
-        if which == "write":
-            parts = given["post"], given["between"], given["first"], given["second"]
-            return {"streams": write_streams(given["streams"], *parts, backend=backend)}
-        how: dict[str, Any] = {"layer": i % layers, "iterations": 20, "eps": _EPSILON, "norm_eps": _EPSILON}
-        found = read_streams(**given, **how, backend=backend)
-        return {"normed": found.normed, "post": found.post, "between": found.between}
+        given = arrays.anew(operands, i)
+        parts = given["post"], given["between"], given["first"], given["second"]
+        return {"streams": write_streams(given["streams"], *parts, backend=backend)}
 
-    tolerance = {"normed": BFLOAT16, "post": FLOAT32, "between": FLOAT32, "streams": BFLOAT16}
-    named = ("streams",) if which == "write" else ("normed", "post", "between")
     return Case(
-        f"{tokens} tokens of {n} x {width}", operands, call, {name: tolerance[name] for name in named},
+        f"{tokens} tokens of {n} x {width}", operands, call, {"streams": BFLOAT16},
         counted=lambda operands, result: result,
     )  # fmt: skip
-
-
-def latent_rows_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields rows of the cache from the end of wider rows."""
-    del backend
-    for m, latent, turned, before in (
-        ((3, 32, 8, 0), (17, 64, 16, 24)) if quick else ((64, 512, 64, 1536), (4096, 512, 64, 0))
-    ):
-        yield _row_case(
-            f"{m} x ({latent} + {turned})",
-            lambda x, w, i, backend, n=turned: rows.latent_rows(
-                x, w, i, *_angles(len(x), n), _EPSILON, backend=backend
-            ),
-            (m, before + latent + turned),
-            latent,
-        )
 
 
 def _row_case(name: str, function: Callable[..., jax.Array], shape: tuple[int, ...], width: int) -> Case:

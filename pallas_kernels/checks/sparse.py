@@ -1,7 +1,6 @@
 """Sparse attention: scores of index keys, top-k selection, attention to the selected tokens."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -27,31 +26,8 @@ _LAYERS = 3
 _FP8_SCORES = Tolerance(1e-4, 2**-7, 2**-5, "tensor cores keep some 14 bits of a sum of 128 FP8 products")
 
 
-def index_scores_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields queries with no visible tokens, less and more than a page, with keys of both types."""
-    del backend
-    yield from (index.scores_case() for index in _indexes(quick))
-
-
-def topk_indices_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields selections among integers with many ties, and among scores of FP8 keys."""
-    del backend
-    for index in _indexes(quick):
-        yield index.topk_case(64 if quick else 2048)
-
-
-def attend_topk_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields queries with more and fewer than top-k tokens, on pages of both types."""
-    del backend
-    for fp8 in (False, True):
-        if quick:
-            yield attend_case((0, 1, 64, 65, 200), 64, heads=16, fp8=fp8)
-        else:
-            yield attend_case((0, 1, 2047, 2049, 8192, *(32768,) * 59), 2048, heads=128, fp8=fp8)
-            yield attend_case((100, 2048, 163840), 2048, heads=16, fp8=fp8)
-
-
-def _indexes(quick: bool) -> list["Index"]:
+def indexes(quick: bool) -> list["Index"]:
+    """Returns queries with no visible tokens, with less and more than a page, and with keys of both types."""
     if quick:
         return [Index((0, 1, 63, 64, 65, 200), heads, 128, fp8=fp8) for heads, fp8 in ((8, False), (64, True))]
     lengths = (0, 1, 63, 64, 65, 2047, 2048, 2049), (32768,) * 64, (163840,) * 4
@@ -158,7 +134,7 @@ def _whole(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.randint(key, shape, -2, 3).astype(jnp.bfloat16)
 
 
-def attend_case(lengths: tuple[int, ...], topk: int, *, heads: int, fp8: bool) -> Case:
+def attend_case(lengths: tuple[int, ...], topk: int, heads: int, fp8: bool) -> Case:
     """Returns absorbed attention of one query per request to `topk` tokens, or to all where it has fewer."""
     seen, pages = np.asarray(lengths, np.int32), sum(-(-length // PAGE) for length in lengths)
     counts, table = np.minimum(seen, topk), page_table(seen, pages)

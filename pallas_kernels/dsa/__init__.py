@@ -3,12 +3,10 @@
 from pallas_kernels.dsa.attend import BYTES_AT_ONCE, attend_topk, rows_at_once, topk_width
 from pallas_kernels.dsa.keys import key_row, write_keys
 from pallas_kernels.dsa.topk import index_scores, scores_unsupported, select_topk, topk_indices, topk_scores
-from pallas_kernels.dsa.triton_ops import usable as has_kernels
 
 __all__ = [
     "BYTES_AT_ONCE",
     "attend_topk",
-    "has_kernels",
     "index_scores",
     "key_row",
     "rows_at_once",

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mla
-from pallas_kernels.backend import Backend, resolve_backend, with_fallback
-from pallas_kernels.dsa import triton_ops
+from pallas_kernels.backend import Backend, resolve_backend, uses_triton, with_fallback
 from pallas_kernels.mla.layout import FP8_TILE, PAGE_SIZE, fp8_page_bytes, fp8_pages_of_rows, fp8_tiles, is_fp8
+from pallas_kernels.triton import call
 
+_COPY_WARPS = 4
 BYTES_AT_ONCE = 2**28
 """The most bytes of a group of queries' scores, and of the rows copied for it."""
 
@@ -60,8 +61,8 @@ def attend_topk(
     T, Kt = positions.shape
     backend = with_fallback("attend_topk", backend)
     chosen, arrays = resolve_backend(requested=backend), (pages, page_table, positions)
-    if triton_ops.usable(chosen) and triton_ops.copy_unsupported(pages, value_width) is None:
-        compact = triton_ops.copy_rows(*arrays, counts, first_page, value_width, chosen)
+    if uses_triton(chosen) and copy_unsupported(pages, value_width) is None:
+        compact = copy_rows(*arrays, counts, first_page, value_width, chosen)
     else:
         compact = _copied(*arrays, first_page, value_width)
     table = jnp.arange(len(compact), dtype=jnp.int32).reshape(T, Kt // PAGE_SIZE)
@@ -76,6 +77,56 @@ def attend_topk(
         backend=backend,
     )
     return out[:, 0], lse[:, 0]
+
+
+def copy_rows(
+    pages: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    counts: jax.Array,
+    first_page: jax.Array | int,
+    value_width: int,
+    backend: Backend,
+) -> jax.Array:
+    """Returns pages `[T * Kt / 64, 64, W]` with the rows at the first `counts` positions; other rows are undefined.
+
+    The arguments are those of `attend_topk`. It runs in Triton, on Hopper too.
+    """
+    (T, Kt), width = positions.shape, pages.shape[2]
+    (compact,) = call.start(
+        "sparse.copy_rows",
+        (pages, page_table, positions, counts, call.scalar(first_page)),
+        (jax.ShapeDtypeStruct((T * Kt // PAGE_SIZE, PAGE_SIZE, width), pages.dtype),),
+        grid=(T, Kt // PAGE_SIZE),
+        backend=backend,
+        warps=_COPY_WARPS,
+        TABLE_WIDTH=page_table.shape[1],
+        TOPK=Kt,
+        PAGE=PAGE_SIZE,
+        WIDTH=width,
+        **_parts(width, value_width if is_fp8(pages) else None),
+    )
+    return compact
+
+
+def _parts(width: int, fp8_values: int | None) -> dict[str, int]:
+    """Returns how a page divides into columns of a power of two: rows of a float page, or the parts of an FP8 page."""
+    if fp8_values is None:
+        chunk = min(64, width & -width)
+        return {"CHUNKS": width // chunk, "CHUNK": chunk, "STRIDE": width, "NEXT": chunk, "TILES": 0, "ROPE": 0}
+    tiles, tile = fp8_tiles(fp8_values), min(FP8_TILE, fp8_values)
+    rope = width - fp8_values - 4 * tiles
+    return {"CHUNKS": tiles, "CHUNK": tile, "STRIDE": tile, "NEXT": PAGE_SIZE * tile, "TILES": tiles, "ROPE": rope}
+
+
+def copy_unsupported(pages: jax.Array, value_width: int) -> str | None:
+    """Returns why `copy_rows` does not support these pages, or None if it does."""
+    if not is_fp8(pages):
+        return None
+    tile, rope = min(FP8_TILE, value_width), pages.shape[2] - value_width - 4 * fp8_tiles(value_width)
+    if value_width % tile or any(n < 1 or n & (n - 1) for n in (tile, rope)):
+        return f"FP8 rows of {value_width} values and {rope} bytes of rotated key are not cut into powers of two"
+    return None
 
 
 def _copied(

@@ -19,14 +19,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.dsa.keys import fp8_views
-from pallas_kernels.mla.layout import PAGE_SIZE, is_fp8
+from pallas_kernels.mla.layout import HALF_DTYPES, PAGE_SIZE, is_fp8
 from pallas_kernels.mosaic import plgpu, row_layout, swizzle_transforms
 
 PAGES = 32
 """Pages of a thread block."""
 
 STAGES = 4
-_HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +140,7 @@ def unsupported(q: Any, pool: Any) -> str | None:
     heads, width = q.shape[-2:]
     if is_fp8(pool):
         return None if width == 128 and heads % 8 == 0 else f"{heads} heads of {width} on FP8 keys are not 8n of 128"
-    if q.dtype not in _HALF_TYPES or pool.dtype != q.dtype:
+    if q.dtype not in HALF_DTYPES or pool.dtype != q.dtype:
         return f"queries of {q.dtype} and index keys of {pool.dtype} are not of one type of 16 bits"
     if heads % 8 or width % 64:
         return f"{heads} heads of {width} are no multiples of 8 and 64"

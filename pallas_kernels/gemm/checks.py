@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import native
-from pallas_kernels.backend import Backend, resolve_backend, with_fallback
+from pallas_kernels.backend import Backend, resolve_operation
 from pallas_kernels.float8 import BLOCK, E4M3
 
 KERNEL_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -31,7 +31,7 @@ def plain_backend(
     if requested in (Backend.MOSAIC, Backend.TRITON) and jnp.dtype(dtype) not in KERNEL_DTYPES:
         kernel = requested.value.capitalize()
         raise ValueError(f"{name}: the {kernel} kernel takes bfloat16 or float16, got {dtype}; use Backend.REFERENCE")
-    chosen = resolve_backend(requested=with_fallback(name, requested))
+    chosen = resolve_operation(name, requested)
     has_kernel = native.takes(dtype, rows, weights) if chosen is Backend.NATIVE else jnp.dtype(dtype) in KERNEL_DTYPES
     return chosen if has_kernel else Backend.REFERENCE
 

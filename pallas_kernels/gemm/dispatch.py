@@ -8,11 +8,9 @@ from pallas_kernels import invariance, multiprocessors
 from pallas_kernels.gemm.heads import HeadKernel
 from pallas_kernels.gemm.kernel import GemmKernel
 from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
-from pallas_kernels.gemm.pairs import ContiguousPairs
 from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense, plan_invariant
-from pallas_kernels.gemm.schedule import Contiguous, Dense, Heads, TileSchedule
-from pallas_kernels.gemm.tall import TallKernel
-from pallas_kernels.gemm.wide import WideKernel
+from pallas_kernels.gemm.schedule import Contiguous, ContiguousPairs, Dense, Heads, TileSchedule
+from pallas_kernels.gemm.wide import TallKernel, WideKernel
 from pallas_kernels.mosaic import TILE_ROWS, pad_to_tiles
 
 _SCALES_PER_LOAD = 4
@@ -125,11 +123,8 @@ def _offset(group_offset) -> jax.Array:
 def _padded_rows(m: int, split: bool) -> int:
     """Rounds rows of a result up: TMA stores whole swizzled tiles, or less than one."""
     tile = _SPLIT_TILE_COLUMNS if split else TILE_ROWS
-    return _round_up(m, _SCALES_PER_LOAD if m < tile else tile)
-
-
-def _round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
+    multiple = _SCALES_PER_LOAD if m < tile else tile
+    return -(-m // multiple) * multiple
 
 
 def _check_strides(name: str, n: int, k: int, dtype) -> None:

@@ -28,7 +28,6 @@ TMA_ALIGNMENT = 128
 """Shared-memory addresses of TMA copies are multiples of this; neither Mosaic nor its interpreter checks this."""
 _STAGE_BYTES_K = 128
 """Bytes of K in a stage: the widest swizzle, and one scale block of FP8."""
-"""Bytes of a row of a tile, the widest first."""
 _MAX_STAGES = 12
 MISC_BYTES = 4096
 """Shared memory reserved for barriers and alignment."""

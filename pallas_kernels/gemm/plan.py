@@ -45,10 +45,11 @@ class TilePlan:
     """A kernel and its tile.
 
     Attributes:
-      wide: activations are the tensor core's rows; else the weights are. tile_m, tile_n: rows and columns of a tile; a
-      wide one of 256 rows is a tall kernel's (dense, FP8). splits: parts of K (narrow dense products). cluster:
-      neighboring blocks along N that share the activations by multicast (wide), 1 or 2. In a grouped product they are
-        neighbors along M and share the weights if both have one group.
+      wide: activations are the tensor core's rows; else the weights are.
+      tile_m, tile_n: rows and columns of a tile; a wide one of 256 rows is a tall kernel's (dense, FP8).
+      splits: parts of K (narrow dense products).
+      cluster: neighboring blocks along N that share the activations by multicast (wide), 1 or 2. In a grouped product
+        they are neighbors along M and share the weights if both have one group.
       shares_weights: the blocks of a cluster are neighbors along M and share the weights (wide, dense).
       stages: stages of the ring; None fills the shared memory.
     """

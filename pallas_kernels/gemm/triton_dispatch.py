@@ -49,7 +49,7 @@ def four_bit_contiguous(x, w, w_scale, tile_group, group_offset, tile_m) -> jax.
     tile = four_bit_tile(tile_m)
     (result,) = call.start(
         "product.four_bit",
-        (x, w, w_scale, tile_group.astype(jnp.int32), jnp.asarray(group_offset, jnp.int32).reshape(1)),
+        (x, w, w_scale, tile_group.astype(jnp.int32), call.scalar(group_offset)),
         (jax.ShapeDtypeStruct((m, n), x.dtype),),
         grid=(tile_group.shape[0] * _count(tile_m, tile.rows) * _count(n, tile.columns),),
         warps=tile.warps,
@@ -91,7 +91,7 @@ def _product(
 ) -> jax.Array:
     """Starts the kernel for x [M, H, K]; `layout` is the groups of tiles and their rows, or None."""
     (m, h, k), n = x.shape, w.shape[2 if transposed else 1]
-    first = jnp.asarray(first_group, jnp.int32).reshape(1)
+    first = call.scalar(first_group)
     tile_group, tile_rows = layout or (first, 0)
     as_bytes = x.dtype == E4M3 and not gpu.fp8
     x, w = (lax.bitcast_convert_type(v, jnp.uint8) if as_bytes else v for v in (x, w))

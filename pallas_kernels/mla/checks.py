@@ -27,9 +27,7 @@ def check_prefill(
         _check_key_parts(q, k, shared_key)
     if v.ndim != 3 or v.shape[:2] != q.shape[:2]:
         raise ValueError(f"v must be [T, H, V] with T, H = {q.shape[:2]}, but is {v.shape}")
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, but is {x.dtype}")
+    _check_dtype_of(q, k=k, v=v)
     _check_cu_lengths(cu_lengths)
 
 
@@ -59,9 +57,7 @@ def check_spans(
             f"k, shared_key and v must be [K, H, N], [K, P] and [K, H, V] with K a multiple of 128 for q {q.shape}, "
             f"but are {k.shape}, {shared_key.shape} and {v.shape}"
         )
-    for name, x in (("k", k), ("v", v), ("shared_key", shared_key)):
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, but is {x.dtype}")
+    _check_dtype_of(q, k=k, v=v, shared_key=shared_key)
     _check_ints("starts", starts, "T", T)
     _check_ints("ends", ends, "T", T)
 
@@ -72,8 +68,7 @@ def _check_key_parts(q: jax.Array, k: jax.Array, shared_key: jax.Array) -> None:
         raise ValueError(
             f"k {k.shape} and shared_key {shared_key.shape} must be the parts [T, H, N] and [T, P] of keys {q.shape}"
         )
-    if shared_key.dtype != q.dtype:
-        raise ValueError(f"shared_key must have the dtype of q, {q.dtype}, but is {shared_key.dtype}")
+    _check_dtype_of(q, shared_key=shared_key)
 
 
 def check_context(
@@ -155,6 +150,12 @@ def _check_rank(name: str, x: jax.Array, shape: str) -> None:
 def _check_float(name: str, x: jax.Array) -> None:
     if x.dtype not in FLOAT_DTYPES:
         raise ValueError(f"{name} must be float32, bfloat16 or float16, but is {x.dtype}")
+
+
+def _check_dtype_of(q: jax.Array, **others: jax.Array) -> None:
+    for name, x in others.items():
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, but is {x.dtype}")
 
 
 def _check_table(page_table: jax.Array, letter: str, rows: int) -> None:

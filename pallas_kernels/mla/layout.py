@@ -25,6 +25,7 @@ FP8_TILE = BLOCK
 """Latent values that share one scale in the FP8 row."""
 
 FLOAT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+HALF_DTYPES = FLOAT_DTYPES[1:]
 FP8_PAGES_DTYPE = jnp.dtype(jnp.uint8)
 _SCALE_FLOOR = AMAX_FLOOR / E4M3_MAX  # a tile of zeros gets this scale, not 0 / 0
 _MOST_SCALE = 128.0  # times 448 it fits in float16, in which sm_90's kernel multiplies

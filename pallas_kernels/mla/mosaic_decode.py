@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import bodies
 from pallas_kernels.mla import mosaic_fp8_cache as fp8_cache
 from pallas_kernels.mla.layout import PAGE_SIZE
-from pallas_kernels.mla.mosaic_outputs import store_partial, store_whole
+from pallas_kernels.mla.mosaic_combine import store_partial, store_whole
 from pallas_kernels.mla.schedule import DecodeSchedule
 from pallas_kernels.mosaic import plgpu, row_layout, swizzle_transforms
 

@@ -1,7 +1,6 @@
 """The MLA operations on Mosaic GPU kernels: from the public shapes to the kernels' groups of rows and back."""
 
 import functools
-import logging
 from typing import Any
 
 import jax
@@ -10,14 +9,11 @@ from jax import lax
 
 from pallas_kernels import multiprocessors as gpu_multiprocessors
 from pallas_kernels.mla import mosaic_decode, mosaic_prefill
-from pallas_kernels.mla.layout import is_fp8
+from pallas_kernels.mla.layout import HALF_DTYPES, is_fp8
 from pallas_kernels.mla.mosaic_combine import combine_splits
 from pallas_kernels.mla.mosaic_fp8_cache import VALUE_WIDTH as FP8_VALUE_WIDTH
 from pallas_kernels.mla.schedule import REQUEST_OVERHEAD, DecodeSchedule, schedule_pages
 from pallas_kernels.search import search
-
-_log = logging.getLogger(__name__)
-_HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def decode_schedule(
@@ -203,17 +199,11 @@ def decode_unsupported(q: Any, pages: Any, value_width: int) -> str | None:
         return f"FP8 pages have latents of {value_width} values, not {FP8_VALUE_WIDTH}"
     if is_fp8(pages) and q.dtype != jnp.bfloat16:
         return f"queries on an FP8 cache are {q.dtype}, not bfloat16"
-    if q.dtype not in _HALF_TYPES:
+    if q.dtype not in HALF_DTYPES:
         return f"{q.dtype} is neither bfloat16 nor float16"
     if not is_fp8(pages) and pages.dtype != q.dtype:
         return f"pages of {pages.dtype} are not of the queries' type, {q.dtype}"
     return None
-
-
-@functools.cache
-def log_fallback(operation: str, reason: str, kernels: str = "mosaic") -> None:
-    """Logs once that an operation runs on the reference although kernels were requested."""
-    _log.warning("%s: jax.numpy instead of the %s kernel, because %s", operation, kernels.capitalize(), reason)
 
 
 def prefill_mosaic(
@@ -251,6 +241,7 @@ def prefill_spans_mosaic(
     v: jax.Array,
     starts: jax.Array,
     ends: jax.Array,
+    bits: jax.Array | None = None,
     *,
     scale: float,
     key_block: int | None = None,
@@ -258,35 +249,18 @@ def prefill_spans_mosaic(
     blocks: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `mla_prefill_spans`; keys are whole if `shared_key` is None. Tuning as in `prefill_mosaic`."""
-    T, key_block = len(q), key_block or mosaic_prefill.KEY_BLOCKS[q.shape[-1], v.shape[-1]]
+    """See `mla_prefill_spans`, with `bits` `mla_prefill_topk`; keys are whole if `shared_key` is None.
+
+    Tuning as in `prefill_mosaic`.
+    """
+    T, H, key_width = q.shape
+    key_block = key_block or mosaic_prefill.KEY_BLOCKS[key_width, v.shape[-1]]
     short = -T % mosaic_prefill.BLOCK
     q, starts, ends = jnp.pad(q, ((0, short), (0, 0), (0, 0))), jnp.pad(starts, (0, short)), jnp.pad(ends, (0, short))
-    shape = _prefill_shape(q, v, scale, key_block, stages, blocks, interpret, shared_key)
-    keys = k if shared_key is None else (k, shared_key)
-    seen = _key_ranges(starts, ends, key_block), jnp.where(ends > 0, starts, mosaic_prefill.PADDING), ends
-    out, lse = mosaic_prefill.attend_spans(shape, q, keys, v, *seen, interpret=interpret)
-    return out[:T], lse[:, :T].T
-
-
-def _prefill_shape(
-    q: jax.Array,
-    v: jax.Array,
-    scale: float,
-    key_block: int,
-    stages: int,
-    blocks: int | None,
-    interpret: Any,
-    shared_key: jax.Array | None,
-    use_topk: bool = False,
-) -> mosaic_prefill.PrefillShape:
-    """Returns the static facts of a call with padded queries."""
-    T, H, key_width = q.shape
-    items = T // mosaic_prefill.BLOCK * H
-    all_of_them = gpu_multiprocessors.traced()
-    blocks = blocks or (all_of_them.taken if all_of_them.reserved else items)
-    return mosaic_prefill.PrefillShape(
-        tokens=T,
+    items, multiprocessors = len(q) // mosaic_prefill.BLOCK * H, gpu_multiprocessors.traced()
+    blocks = blocks or (multiprocessors.taken if multiprocessors.reserved else items)
+    shape = mosaic_prefill.PrefillShape(
+        tokens=len(q),
         heads=H,
         key_width=key_width,
         value_width=v.shape[-1],
@@ -297,32 +271,15 @@ def _prefill_shape(
         stages=stages,
         blocks=blocks if blocks < items else None,
         shared_width=0 if shared_key is None else shared_key.shape[1],
-        use_topk=use_topk,
+        use_topk=bits is not None,
     )
-
-
-def prefill_topk_mosaic(
-    q: jax.Array,
-    k: jax.Array,
-    shared_key: jax.Array | None,
-    v: jax.Array,
-    bits: jax.Array,
-    starts: jax.Array,
-    ends: jax.Array,
-    *,
-    scale: float,
-    key_block: int | None = None,
-    blocks: int | None = None,
-    interpret: Any = None,
-) -> jax.Array:
-    """See `mla_prefill_topk`; keys are whole if `shared_key` is None. Tuning as in `prefill_mosaic`."""
-    T, key_block = len(q), key_block or mosaic_prefill.KEY_BLOCKS[q.shape[-1], v.shape[-1]]
-    short = -T % mosaic_prefill.BLOCK
-    q, bits = jnp.pad(q, ((0, short), (0, 0), (0, 0))), jnp.pad(bits, ((0, 0), (0, short)))
-    shape = _prefill_shape(q, v, scale, key_block, 2, blocks, interpret, shared_key, use_topk=True)
-    ranges = _key_ranges(jnp.pad(starts, (0, short)), jnp.pad(ends, (0, short)), key_block)
     keys = k if shared_key is None else (k, shared_key)
-    return mosaic_prefill.attend_spans(shape, q, keys, v, ranges, bits, interpret=interpret)[0][:T]
+    ranges = _key_ranges(starts, ends, key_block)
+    seen: tuple[jax.Array, ...] = jnp.where(ends > 0, starts, mosaic_prefill.PADDING), ends
+    if bits is not None:
+        seen = (jnp.pad(bits, ((0, 0), (0, short))),)
+    out, lse = mosaic_prefill.attend_spans(shape, q, keys, v, ranges, *seen, interpret=interpret)
+    return out[:T], lse[:, :T].T
 
 
 def _key_ranges(starts: jax.Array, ends: jax.Array, key_block: int) -> jax.Array:
@@ -356,6 +313,6 @@ def prefill_unsupported(q: Any, v: Any) -> str | None:
     if widths not in mosaic_prefill.KEY_BLOCKS:
         known = ", ".join(map(str, mosaic_prefill.KEY_BLOCKS))
         return f"key and value widths {widths} are none of {known}"
-    if q.dtype not in _HALF_TYPES:
+    if q.dtype not in HALF_DTYPES:
         return f"{q.dtype} is neither bfloat16 nor float16"
     return None

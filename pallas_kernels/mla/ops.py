@@ -1,4 +1,8 @@
-"""The public MLA operations: checks, then the reference, a GPU's kernel (Mosaic or Triton), or a CPU's C++."""
+"""The public MLA operations: checks, then the reference, a GPU's kernel (Mosaic or Triton), or a CPU's C++.
+
+Sparse prefill passes the keys of each query as a bitmask, a 32nd of the memory of 32-bit scores, which are never
+stored. The kernels multiply whole blocks of keys between the first and the last key that a block of queries may see.
+"""
 
 import functools
 from collections.abc import Callable
@@ -6,13 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import native
-from pallas_kernels.backend import Backend, resolve_backend, with_fallback
-from pallas_kernels.mla import checks, mosaic_ops, mosaic_write, reference, triton_ops, write
-from pallas_kernels.mla.layout import PAGE_SIZE, is_fp8, pack_fp8
+from pallas_kernels.backend import Backend, resolve_backend, resolve_operation, warn_once
+from pallas_kernels.mla import checks, mosaic_ops, reference, triton_ops, write
+from pallas_kernels.mla.layout import PAGE_SIZE, fp8_rows_of_pages, is_fp8, pack_fp8, unpack_fp8
 from pallas_kernels.mla.schedule import DecodeSchedule
 from pallas_kernels.mla.write import DROPPED
+
+WORD = 32
+"""Keys whose bits share a word."""
 
 
 def mla_decode(
@@ -57,14 +65,15 @@ def mla_decode(
     """
     checks.check_decode(q, pages, page_table, lengths, pages_per_layer, value_width)
     first_page = layer * pages_per_layer
-    backend = with_fallback("mla_decode", backend)
-    chosen = resolve_kernel("mla_decode", backend, decode_unsupported(q, pages, value_width, backend))
+    chosen = _resolve_kernel("mla_decode", backend, decode_unsupported, q, pages, value_width)
     if chosen is Backend.MOSAIC:
         return mosaic_ops.decode_mosaic(
             q, pages, page_table, lengths, scale=scale, first_page=first_page, schedule=schedule
         )
-    decode = native.decode_attention if chosen is Backend.NATIVE and native.attends(q, pages) else _DECODE[chosen]
-    return decode(q, pages, page_table, lengths, scale=scale, first_page=first_page, value_width=value_width)
+    attend = triton_ops.decode if chosen is Backend.TRITON else reference.decode_reference
+    if chosen is Backend.NATIVE and native.attends(q, pages):
+        attend = native.decode_attention
+    return attend(q, pages, page_table, lengths, scale=scale, first_page=first_page, value_width=value_width)
 
 
 def mla_prefill(
@@ -97,21 +106,28 @@ def mla_prefill(
       ValueError: a shape or dtype does not fit.
     """
     checks.check_prefill(q, k, v, cu_lengths, shared_key)
-    backend = with_fallback("mla_prefill", backend)
-    chosen = resolve_kernel("mla_prefill", backend, prefill_unsupported(q, v, backend))
+    chosen = _resolve_kernel("mla_prefill", backend, prefill_unsupported, q, v)
     if shared_key is not None and chosen is Backend.MOSAIC and mosaic_ops.takes_parts(k, shared_key):
         return mosaic_ops.prefill_mosaic(q, k, v, cu_lengths, shared_key, scale=scale)
     if chosen is Backend.NATIVE and native.attends(q, k):
         shared = k[:, 0, :0] if shared_key is None else shared_key
         return native.prefill_attention(q, k, shared, v, cu_lengths, scale=scale)
     k = k if shared_key is None else whole_keys(k, shared_key)
-    return _PREFILL[chosen](q, k, v, cu_lengths, scale=scale)
+    if chosen is Backend.MOSAIC:
+        return mosaic_ops.prefill_mosaic(q, k, v, cu_lengths, scale=scale)
+    attend = triton_ops.prefill if chosen is Backend.TRITON else reference.prefill_reference
+    return attend(q, k, v, cu_lengths, scale=scale)
 
 
 def whole_keys(k: jax.Array, shared_key: jax.Array) -> jax.Array:
     """Concatenates keys `[T, H, N + P]` from each head's own part `[T, H, N]` and the shared one `[T, P]`."""
     shared = jnp.broadcast_to(shared_key[:, None], (*k.shape[:2], shared_key.shape[1]))
     return jnp.concatenate([k, shared], axis=-1)
+
+
+def _key_parts(k: jax.Array, shared_key: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the parts of keys where Hopper's kernel supports them, else whole keys and None."""
+    return (k, shared_key) if mosaic_ops.takes_parts(k, shared_key) else (whole_keys(k, shared_key), None)
 
 
 def mla_prefill_context(
@@ -147,14 +163,115 @@ def mla_prefill_context(
     """
     checks.check_context(q, pages, page_table, context_lengths, cu_lengths, pages_per_layer, value_width)
     arrays, first_page = (q, pages, page_table, context_lengths, cu_lengths), layer * pages_per_layer
-    backend = with_fallback("mla_prefill_context", backend)
-    chosen = resolve_kernel("mla_prefill_context", backend, decode_unsupported(q, pages, value_width, backend))
+    chosen = _resolve_kernel("mla_prefill_context", backend, decode_unsupported, q, pages, value_width)
     if chosen is Backend.MOSAIC:
         return mosaic_ops.context_mosaic(*arrays, scale=scale, first_page=first_page)
     attend = triton_ops.context if chosen is Backend.TRITON else reference.context_reference
     if chosen is Backend.NATIVE and native.attends(q, pages):
         attend = native.context_attention
     return attend(*arrays, scale=scale, first_page=first_page, value_width=value_width)
+
+
+def gather_latents(
+    pages: jax.Array, ids: jax.Array, counts: jax.Array, value_width: int, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """Returns the latents `[n * 64, R + P]` of pages `ids` `[n]` of the pool, zeros from row `counts` `[n]` on."""
+    rows = pages.at[ids].get(mode="clip")
+    if is_fp8(pages):
+        rows = unpack_fp8(fp8_rows_of_pages(rows, value_width), value_width, dtype)
+    written = jnp.arange(PAGE_SIZE) < counts[:, None]
+    return jnp.where(written[..., None], rows.astype(dtype), 0).reshape(-1, rows.shape[-1])
+
+
+def topk_bitmask(keys: jax.Array, valid: jax.Array | bool, num_keys: int) -> jax.Array:
+    """Returns the bitmask `[num_keys / 32, T]` int32 of the top-k `keys` `[T, Kt]` that are `valid` `[T, Kt]`.
+
+    No row repeats a key, so that sums of bits are their union.
+    """
+    T = len(keys)
+    here = valid & (keys >= 0) & (keys < num_keys)
+    word, row = jnp.where(here, keys // WORD, num_keys // WORD), jnp.arange(T, dtype=jnp.int32)[:, None]
+    bits = jnp.uint32(1) << (keys % WORD).astype(jnp.uint32)
+    words = jnp.zeros((num_keys // WORD, T), jnp.uint32).at[word, row].add(bits, mode="drop")
+    return lax.bitcast_convert_type(words, jnp.int32)
+
+
+def mla_prefill_spans(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    *,
+    scale: float,
+    shared_key: jax.Array,
+    backend: Backend | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes attention of queries to the keys from `starts` on and before `ends`.
+
+    Args:
+      q: `[T, H, N + P]` float32, bfloat16 or float16.
+      k, shared_key: the parts of keys, `[K, H, N]` and for all heads `[K, P]`, of the same dtype, K a multiple of 128.
+      v: `[K, H, V]` of the same dtype. Keys and values are finite in every block of 128 that a span touches, and may
+        be anything elsewhere.
+      starts, ends: `[T]` int32, the span of each query. Both never decrease; both are 0 for queries without keys, which
+      follow all
+        others.
+      scale: factor on the scores before the softmax.
+      backend: an implementation, or None for the one that suits the default device.
+
+    Returns:
+      out `[T, H, V]` in the dtype of `q` and lse `[T, H]` float32; 0 and +inf for a query without keys.
+
+    Raises:
+      ValueError: a shape or dtype does not fit.
+    """
+    checks.check_spans(q, k, v, starts, ends, shared_key)
+    chosen = _resolve_kernel("mla_prefill_spans", backend, prefill_unsupported, q, v)
+    if chosen is Backend.MOSAIC:
+        return mosaic_ops.prefill_spans_mosaic(q, *_key_parts(k, shared_key), v, starts, ends, scale=scale)
+    keys = whole_keys(k, shared_key)
+    if chosen is Backend.TRITON:
+        return triton_ops.prefill_spans(q, keys, v, starts, ends, len(k), scale=scale)
+    return reference.spans_reference(q, keys, v, starts, ends, scale=scale)
+
+
+def mla_prefill_topk(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bits: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    *,
+    scale: float,
+    shared_key: jax.Array,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """Computes attention of queries to the keys of their bitmasks.
+
+    Args:
+      q: `[T, H, N + P]` float32, bfloat16 or float16.
+      k, shared_key: the parts of keys, `[K, H, N]` and for all heads `[K, P]`, of the same dtype, K a multiple of 128.
+      v: `[K, H, V]` of the same dtype, finite.
+      bits: `[K / 32, T]` int32, from `topk_bitmask`.
+      starts, ends: `[T]` int32. A query's bits lie between its start and end. Both never decrease, except that they
+        are 0 for queries without keys, anywhere.
+      scale: factor on the scores before the softmax.
+      backend: an implementation, or None for the one that suits the default device.
+
+    Returns:
+      out `[T, H, V]` in the dtype of `q`; 0 for a query without keys.
+
+    Raises:
+      ValueError: a shape or dtype does not fit.
+    """
+    checks.check_topk(q, k, v, bits, starts, ends, shared_key)
+    chosen = _resolve_kernel("mla_prefill_topk", backend, prefill_unsupported, q, v)
+    if chosen is Backend.MOSAIC:
+        return mosaic_ops.prefill_spans_mosaic(q, *_key_parts(k, shared_key), v, starts, ends, bits, scale=scale)[0]
+    attend = triton_ops.prefill_topk if chosen is Backend.TRITON else reference.topk_reference
+    return attend(q, whole_keys(k, shared_key), v, bits, starts, ends, scale=scale)
 
 
 def merge_attention(
@@ -231,10 +348,11 @@ def write_pages(
     if is_fp8(pages):  # a scatter on every platform: a row's scales are too small for TMA
         return write.write_fp8_rows(pages, pack_fp8(latents, value_width), targets, offsets, value_width)
     latents = latents.astype(pages.dtype)
-    backend = with_fallback("write_pages", backend)
-    on_mosaic = resolve_backend(requested=backend) is Backend.MOSAIC
-    chosen = resolve_kernel("write_pages", backend, mosaic_write.unsupported(pages) if on_mosaic else None)
-    return _WRITE[chosen](pages, latents, targets, offsets)
+    chosen = _resolve_kernel("write_pages", backend, _write_unsupported, pages)
+    if chosen is Backend.MOSAIC:
+        return write.write_rows_mosaic(pages, latents, targets, offsets)
+    write_rows = triton_ops.write_rows if chosen is Backend.TRITON else write.write_rows
+    return write_rows(pages, latents, targets, offsets)
 
 
 def decode_unsupported(q: Any, pages: Any, value_width: int, backend: Backend | None = None) -> str | None:
@@ -254,36 +372,22 @@ def prefill_unsupported(q: Any, v: Any, backend: Backend | None = None) -> str |
     return unsupported(q, v) if unsupported else None
 
 
-_Arrays = tuple[jax.Array, jax.Array]
-_DECODE: dict[Backend, Callable[..., _Arrays]] = {
-    Backend.TRITON: triton_ops.decode,
-    Backend.NATIVE: reference.decode_reference,
-    Backend.REFERENCE: reference.decode_reference,
-}
-_PREFILL: dict[Backend, Callable[..., _Arrays]] = {
-    Backend.MOSAIC: mosaic_ops.prefill_mosaic,
-    Backend.TRITON: triton_ops.prefill,
-    Backend.NATIVE: reference.prefill_reference,
-    Backend.REFERENCE: reference.prefill_reference,
-}
-_WRITE: dict[Backend, Callable[..., jax.Array]] = {
-    Backend.MOSAIC: mosaic_write.write_rows,
-    Backend.TRITON: triton_ops.write_rows,
-    Backend.NATIVE: write.write_rows,
-    Backend.REFERENCE: write.write_rows,
-}
-
-
 def _targets(page_ids: jax.Array, offsets: jax.Array, layer: jax.Array | int, pages_per_layer: int) -> jax.Array:
     """Returns the pages of the pool [T], DROPPED for rows that are not written."""
     kept = (page_ids >= 0) & (page_ids < pages_per_layer) & (offsets >= 0) & (offsets < PAGE_SIZE)
     return jnp.where(kept, layer * pages_per_layer + page_ids, DROPPED)
 
 
-def resolve_kernel(operation: str, backend: Backend | None, obstacle: str | None) -> Backend:
-    """Returns the backend to run: the reference if there is an obstacle, which is logged once."""
-    chosen = resolve_backend(requested=backend)
-    if obstacle is None:
+def _write_unsupported(pages: jax.Array, backend: Backend) -> str | None:
+    return write.mosaic_unsupported(pages) if backend is Backend.MOSAIC else None
+
+
+def _resolve_kernel(
+    operation: str, requested: Backend | None, unsupported: Callable[..., str | None], *arrays: Any
+) -> Backend:
+    """Returns the backend to run: the reference if the kernel is `unsupported` for the arrays, which is logged once."""
+    chosen = resolve_operation(operation, requested)
+    if (obstacle := unsupported(*arrays, chosen)) is None:
         return chosen
-    mosaic_ops.log_fallback(operation, obstacle, chosen.value)
+    warn_once(f"{operation}: jax.numpy instead of the {chosen.value.capitalize()} kernel, because {obstacle}")
     return Backend.REFERENCE

@@ -4,6 +4,7 @@ All are flash attention with an online softmax: loops over blocks of keys stop a
 wide page tables and padding are free.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -71,30 +72,15 @@ def prefill_reference(
 def spans_reference(
     q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, ends: jax.Array, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """See `mla_prefill_spans`, with whole keys.
+    """See `mla_prefill_spans`, with whole keys."""
+    block = min(_PREFILL_BLOCK, len(q))
+    begins, stops = (_query_blocks(x, block) for x in (starts, ends))
 
-    Query blocks of 128 tokens bound the scores to `[H, 128, 128]`.
-    """
-    (T, K), block = (len(q), len(k)), min(_PREFILL_BLOCK, len(q))
-    padded, padded_keys = -(-T // block) * block, -(-K // block) * block
-    qs, ks, vs = (_head_blocks(x, block, n) for x, n in ((q, padded), (k, padded_keys), (v, padded_keys)))
-    starts, ends = (jnp.pad(x, (0, padded - T)).reshape(-1, block) for x in (starts, ends))
+    def seen(index: jax.Array, key_block: jax.Array) -> jax.Array:
+        keys = key_block * block + jnp.arange(block)
+        return (keys >= begins[index][:, None]) & (keys < stops[index][:, None])
 
-    def query_block(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        begins, stops = starts[index], ends[index]
-
-        def step(key_block: jax.Array, softmax: _Softmax) -> _Softmax:
-            keys = key_block * block + jnp.arange(block)
-            scores = jnp.einsum("hmd,hkd->hmk", qs[index], ks[key_block], preferred_element_type=jnp.float32) * scale
-            seen = (keys >= begins[:, None]) & (keys < stops[:, None])
-            return _accumulate(softmax, jnp.where(seen, scores, -jnp.inf), vs[key_block], "hmk,hkv->hmv")
-
-        first, stop = jnp.where(stops > 0, begins, K).min() // block, -(-stops.max() // block)
-        return _finish(lax.fori_loop(first, stop, step, _start(qs.shape[1:3], v.shape[-1])), q.dtype)
-
-    out, lse = lax.map(query_block, jnp.arange(padded // block))
-    out, lse = out.transpose(0, 2, 1, 3), lse.transpose(0, 2, 1)
-    return out.reshape(padded, *out.shape[2:])[:T], lse.reshape(padded, -1)[:T]
+    return _by_blocks(q, k, v, begins, stops, block, seen, scale)
 
 
 def topk_reference(
@@ -107,28 +93,51 @@ def topk_reference(
     *,
     scale: float,
 ) -> jax.Array:
-    """See `mla_prefill_topk`, with whole keys. Scores are at most `[H, 128, 128]`."""
-    T, block = q.shape[0], _PREFILL_BLOCK
-    padded = -(-T // block) * block
-    ks, vs = (_head_blocks(x, block, len(k)) for x in (k, v))  # [blocks, H, block, width]
-    qs = _head_blocks(q, block, padded)
-    bits, *ranges = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padded - T)]) for x in (bits, starts, ends))
-    words = bits.reshape(-1, block // 32, padded // block, block).transpose(2, 0, 3, 1)  # [queries, keys, block, words]
-    starts, ends = (x.reshape(-1, block) for x in ranges)
+    """See `mla_prefill_topk`, with whole keys."""
+    block = _PREFILL_BLOCK
+    begins, stops = (_query_blocks(x, block) for x in (starts, ends))
+    words = _query_blocks(bits, block).reshape(-1, block // 32, *begins.shape)
+    words = words.transpose(2, 0, 3, 1)  # [queries, keys, block, words]
 
-    def query_block(index: jax.Array) -> jax.Array:
+    def seen(index: jax.Array, key_block: jax.Array) -> jax.Array:
+        return ((words[index, key_block][..., None] >> jnp.arange(32)) & 1).reshape(block, block) != 0
+
+    return _by_blocks(q, k, v, begins, stops, block, seen, scale)[0]
+
+
+def _by_blocks(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    begins: jax.Array,
+    stops: jax.Array,
+    block: int,
+    seen: Callable[[jax.Array, jax.Array], jax.Array],
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns out `[T, H, V]` and lse `[T, H]`; scores are at most `[H, block, block]`.
+
+    Args:
+      begins, stops: `[query blocks, block]`, between which a query's keys lie; `stops` is 0 for one without keys.
+      seen: (query block, key block) -> bool `[block, block]`, which keys a query sees.
+    """
+    T, K = len(q), len(k)
+    padded, padded_keys = begins.size, -(-K // block) * block
+    qs, ks, vs = (_head_blocks(x, block, n) for x, n in ((q, padded), (k, padded_keys), (v, padded_keys)))
+
+    def query_block(index: jax.Array) -> tuple[jax.Array, jax.Array]:
         def step(key_block: jax.Array, softmax: _Softmax) -> _Softmax:
             scores = jnp.einsum("hmd,hkd->hmk", qs[index], ks[key_block], preferred_element_type=jnp.float32) * scale
-            seen = (words[index, key_block][..., None] >> jnp.arange(32)) & 1
-            scores = jnp.where(seen.reshape(block, block) != 0, scores, -jnp.inf)
+            scores = jnp.where(seen(index, key_block), scores, -jnp.inf)
             return _accumulate(softmax, scores, vs[key_block], "hmk,hkv->hmv")
 
-        stop = -(-ends[index].max() // block)
-        first = jnp.where(ends[index] > 0, starts[index], len(k)).min() // block
-        return _finish(lax.fori_loop(first, stop, step, _start(qs.shape[1:3], v.shape[-1])), q.dtype)[0]
+        first = jnp.where(stops[index] > 0, begins[index], K).min() // block
+        stop = -(-stops[index].max() // block)
+        return _finish(lax.fori_loop(first, stop, step, _start(qs.shape[1:3], v.shape[-1])), q.dtype)
 
-    out = lax.map(query_block, jnp.arange(padded // block)).transpose(0, 2, 1, 3)
-    return out.reshape(padded, *out.shape[2:])[:T]
+    out, lse = lax.map(query_block, jnp.arange(padded // block))
+    out, lse = out.transpose(0, 2, 1, 3), lse.transpose(0, 2, 1)
+    return out.reshape(padded, *out.shape[2:])[:T], lse.reshape(padded, -1)[:T]
 
 
 def context_reference(
@@ -232,6 +241,12 @@ def _segment_ids(cu_lengths: jax.Array, tokens: int) -> jax.Array:
 def _segment_starts(cu_lengths: jax.Array, tokens: int) -> jax.Array:
     """Returns the first token [T] of each token's segment; the number of live tokens for padding."""
     return cu_lengths[_segment_ids(cu_lengths, tokens)]
+
+
+def _query_blocks(x: jax.Array, block: int) -> jax.Array:
+    """Pads the last axis, that of queries, to whole blocks, and divides it."""
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block)])
+    return padded.reshape(*x.shape[:-1], -1, block)
 
 
 def _head_blocks(x: jax.Array, block: int, padded: int) -> jax.Array:

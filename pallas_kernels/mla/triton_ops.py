@@ -8,13 +8,12 @@ import jax.numpy as jnp
 
 from pallas_kernels import invariance
 from pallas_kernels.backend import traced_gpu
-from pallas_kernels.mla.layout import FP8_TILE, PAGE_SIZE, is_fp8
+from pallas_kernels.mla.layout import FP8_TILE, HALF_DTYPES, PAGE_SIZE, is_fp8
 from pallas_kernels.mla.write import DROPPED
 from pallas_kernels.search import search
 from pallas_kernels.triton import call
 from pallas_kernels.triton.tiles import page_splits, paged_tile, power_of_two, segments_tile
 
-_HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _NOWHERE = 1 << 30
 """The start of the span of a token without keys: above every key."""
 
@@ -75,7 +74,7 @@ def _attend(
     shape = (groups, splits, count)
     out, lse = call.start(
         "attention.paged",
-        (rows, pages, page_table, table_rows, lengths, jnp.asarray(first_page, jnp.int32).reshape(1)),
+        (rows, pages, page_table, table_rows, lengths, call.scalar(first_page)),
         (
             jax.ShapeDtypeStruct((*shape, value_width), rows.dtype if splits == 1 else jnp.float32),
             jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -132,7 +131,7 @@ def prefill_spans(
 ) -> tuple[jax.Array, jax.Array]:
     """See `mla_prefill_spans`, with whole keys of which the first `live` are finite."""
     starts, ends = jnp.where(ends > 0, starts, _NOWHERE).astype(jnp.int32), ends.astype(jnp.int32)
-    arrays = q, k, v, starts, ends, jnp.asarray(live, jnp.int32).reshape(1)
+    arrays = q, k, v, starts, ends, call.scalar(live)
     out, lse = _materialized("attention.spans", arrays, scale, jax.ShapeDtypeStruct(q.shape[:2], jnp.float32))
     return out, lse
 
@@ -201,7 +200,7 @@ def decode_unsupported(q: Any, pages: Any, value_width: int) -> str | None:
         return f"latent and rope widths {widths} are no powers of two from 16 to 512"
     if is_fp8(pages) and value_width % FP8_TILE:
         return f"FP8 pages have latents of {value_width} values, no whole blocks of {FP8_TILE}"
-    if q.dtype not in _HALF_TYPES:
+    if q.dtype not in HALF_DTYPES:
         return f"{q.dtype} is neither bfloat16 nor float16"
     if not is_fp8(pages) and pages.dtype != q.dtype:
         return f"pages of {pages.dtype} are not of the queries' type, {q.dtype}"
@@ -214,7 +213,7 @@ def prefill_unsupported(q: Any, v: Any) -> str | None:
     first, second = _powers_of_two(widths[0])
     if not all(map(_is_block, (first, second or first, widths[1]))) or max(first, widths[1]) > 256:
         return f"key and value widths {widths} are no powers of two from 16 to 256, nor is a key's the sum of two"
-    if q.dtype not in _HALF_TYPES:
+    if q.dtype not in HALF_DTYPES:
         return f"{q.dtype} is neither bfloat16 nor float16"
     return None
 

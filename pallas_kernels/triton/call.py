@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import bodies
-from pallas_kernels.backend import BackendUnavailableError, traced_gpu
+from pallas_kernels.backend import Backend, BackendUnavailableError, traced_gpu
 from pallas_kernels.toolchain import prefer_own_ptxas
 
 OPTIONS = {"ptx_version": 87, "enable_fp_fusion": True}
@@ -28,6 +29,7 @@ def start(
     outputs: Sequence[jax.ShapeDtypeStruct],
     *,
     grid: tuple[int, ...],
+    backend: Backend = Backend.TRITON,
     warps: int = 4,
     stages: int = 2,
     **arguments: Any,
@@ -39,6 +41,7 @@ def start(
       arrays: the kernel's first parameters; it may write to those that are references.
       outputs: shapes and dtypes of its outputs, the last parameters without a default.
       grid: number of programs, along up to three axes.
+      backend: that of the program, MOSAIC on Hopper.
       warps: of a program.
       stages: buffers of its pipelined loop.
       arguments: its constants and other numbers, by name.
@@ -59,7 +62,7 @@ def start(
         name=kernel.split(".")[1],
         num_warps=warps,
         num_stages=stages,
-        compute_capability=traced_gpu().number,
+        compute_capability=traced_gpu(backend).number,
         backend_options=OPTIONS,
         **arguments,
     )
@@ -77,6 +80,11 @@ def update(
     return tuple(map(jax.freeze, written))
 
 
+def scalar(number: jax.Array | int) -> jax.Array:
+    """Returns a number as kernels take it, int32 `[1]`: it may be traced."""
+    return jnp.asarray(number, jnp.int32).reshape(1)
+
+
 def kernel_function(kernel: str) -> Any:
     """Returns the Triton function that `start` calls by this name."""
     module, name = kernel.split(".")
@@ -92,11 +100,6 @@ def _without_body(function: Any) -> Any:
     empty = type(function)(function.fn)
     empty._unsafe_update_src(ast.unparse(definition))
     return empty
-
-
-def require() -> None:
-    """Raises BackendUnavailableError if jax-triton is not installed."""
-    _jax_triton()
 
 
 @functools.cache

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 from pallas_kernels.gpus import GpuKind
 
-_LEAST = 16
-"""Rows of a tensor core's smallest product."""
 _LARGE = 200 << 10
 """Shared memory of GPUs whose tensor cores read operands from it, which saves registers."""
 _RESERVED = 4 << 10  # bytes of shared memory that a compiler takes for reductions and changes of layout
@@ -106,9 +104,9 @@ def page_splits(gpu: GpuKind, groups: int, table_width: int) -> int:
     return max(1, min(-(-2 * gpu.multiprocessors // groups), table_width, 32))
 
 
-def power_of_two(rows: int) -> int:
-    """Returns the smallest power of two that holds `rows`, at least a tensor core's minimum."""
-    power = _LEAST
+def power_of_two(rows: float, least: int = 16) -> int:
+    """Returns the smallest power of two that holds `rows`, at least `least`: a tensor core's product has 16."""
+    power = least
     while power < rows:
         power *= 2
     return power

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend
+from sharding.collectives import Overlap, Transfer
 from sharding.experts.capacity import MIN_CAPACITY, expected_capacity, pair_capacity
 from sharding.experts.hop import Hop, Queued, Received
 from sharding.experts.library_hop import LibraryHop
@@ -30,7 +31,6 @@ from sharding.experts.rows import Experts, TokenRows
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
-from sharding.wire.collectives import Overlap, Transfer
 
 
 class PeerSums(NamedTuple):

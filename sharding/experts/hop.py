@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 
 import jax
 
+from pallas_kernels.align import queue_rows
 from pallas_kernels.backend import Backend
-from pallas_kernels.queues import queue_rows
+from sharding.collectives import Overlap, Transfer, start_all_to_all
 from sharding.experts.rows import Lines, TokenRows, fill_lines, localize, sum_at
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.mesh import Machine
-from sharding.wire.collectives import Overlap, Transfer, start_all_to_all
-from sharding.wire.sums import pack, unpack
-from sharding.wire.words import from_words, shapes_of, width_of
+from sharding.words import from_words, pack_sums, shapes_of, unpack_sums, width_of
 
 
 class Queued(NamedTuple):
@@ -40,10 +39,9 @@ class Queued(NamedTuple):
 
 
 class DispatchHandle(NamedTuple):
-    """A started dispatch, shapes and dtypes of its rows with the payload unpacked, and the queues."""
+    """A started dispatch, and the queues that it sends."""
 
     transfer: Transfer
-    shapes: TokenRows
     queued: Queued
 
 
@@ -64,7 +62,7 @@ class Received(NamedTuple):
 class Hop:
     """One hop: `peers` devices along `axes`, each of which holds or leads to `replicas_per_peer` replicas.
 
-    Each pair of peers has `capacity` rows. With `int8_sums` the combine carries int8 and scales (`sharding.wire.sums`).
+    Each pair of peers has `capacity` rows. With `int8_sums` the combine carries int8 and scales (`sharding.words`).
     """
 
     axes: tuple[str, ...]
@@ -108,12 +106,12 @@ class Hop:
         """Starts sending the first C rows of each queue: `[J * C, U]`, those for peer j from `j * C` on."""
         assert queued.row is not None
         transfer = start_all_to_all(fill_lines(queued.rows, queued.row), self.axes, self.overlap)
-        return DispatchHandle(transfer, shapes_sent(queued), queued)
+        return DispatchHandle(transfer, queued)
 
     @jax.named_scope("dispatch")
     def receive(self, sent: DispatchHandle) -> Received:
         """Finishes `send`; payloads stay `Lines`."""
-        payload, *rest = sent.shapes
+        payload, *rest = shapes_sent(sent.queued)
 
         def unpack(words: jax.Array) -> TokenRows:
             ids, weights = from_words(words[:, width_of(payload) :], rest)
@@ -127,7 +125,7 @@ class Hop:
         """Starts returning the partial sum of each received row, `[J * C, D]`, to the peer that the row came from."""
         if not self.int8_sums:
             return start_all_to_all(sums, self.axes, self.overlap)
-        started = start_all_to_all(pack(sums), self.axes, self.overlap)
+        started = start_all_to_all(pack_sums(sums), self.axes, self.overlap)
         return dataclasses.replace(started, like=shapes_of(sums))
 
     @jax.named_scope("combine")
@@ -149,4 +147,4 @@ def shapes_sent(queued: Queued) -> TokenRows:
 @functools.partial(jax.jit, static_argnames="like")
 def _sum(returned: jax.Array, line: jax.Array, like: jax.ShapeDtypeStruct | None) -> jax.Array:
     """Returns the sum of each row's partial sums; `like` is the shape of packed ones."""
-    return sum_at(returned if like is None else unpack(returned, like), line)
+    return sum_at(returned if like is None else unpack_sums(returned, like), line)

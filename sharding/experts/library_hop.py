@@ -26,14 +26,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend
+from sharding.collectives import Overlap, Transfer, finished
 from sharding.experts.capacity import MIN_CAPACITY, expected_capacity, expected_rows
 from sharding.experts.hop import DispatchHandle, Hop, Queued, Received, shapes_sent
 from sharding.experts.rows import TokenRows, localize
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.mesh import Machine
-from sharding.nccl_ep.library import GroupKey
-from sharding.nccl_ep.ops import Calls
-from sharding.wire.collectives import Overlap, Transfer
+from sharding.nccl_ep.library import Calls, GroupKey
 
 MAX_BUFFER_BYTES = 1 << 30
 """Bound on the buffers of a group with low latency, of which a program with two micro-batches uses two."""
@@ -51,18 +50,6 @@ class Origins(NamedTuple):
 
     notes: jax.Array
     ids: jax.Array
-
-
-class PendingCall(NamedTuple):
-    """A call whose second half is missing, and the arrays that it still reads."""
-
-    calls: Calls
-    started: tuple[jax.Array, ...]
-    kept: tuple[jax.Array, ...] = ()
-
-    def done(self) -> tuple[jax.Array, ...]:
-        """Finishes the call, as a collective's future does."""
-        return self.calls.complete(self.started, *self.kept)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +136,7 @@ class LibraryHop(Hop):
         ids, weights, payload = queued.rows.ids, queued.rows.weights, _aligned(queued.rows.payload)
         started = self._calls(ids).dispatch(ids, weights, payload)
         read = (ids, weights, *payload) if self.chunk else ()
-        return DispatchHandle(self._transfer(ids, started, *read), shapes_sent(queued), queued)
+        return DispatchHandle(self._transfer(ids, started, *read), queued)
 
     @jax.named_scope("dispatch")
     def receive(self, sent: DispatchHandle) -> Received:
@@ -164,7 +151,7 @@ class LibraryHop(Hop):
                 there = jnp.arange(self.received) < notes[:, None]
                 ids = jnp.where(there[:, :, None], ids[..., 0], -1)
                 overflows = ((notes > self.received).any().astype(jnp.int32),)
-            lines = TokenRows(_restored(payload, sent.shapes.payload), _lines(ids), _lines(weights))
+            lines = TokenRows(_restored(payload, shapes_sent(sent.queued).payload), _lines(ids), _lines(weights))
             return localize(lines, self.axes, self.replicas_per_peer), overflows
 
         rows, overflows = jax.jit(unpack)(ids, weights, notes, payload)
@@ -188,8 +175,9 @@ class LibraryHop(Hop):
         return Calls(self.key(ids.shape[1]), self.overlap is Overlap.HOOKS)
 
     def _transfer(self, ids: jax.Array, started: tuple[jax.Array, ...], *kept: jax.Array) -> Transfer:
+        """Returns a started call; `kept` are arrays that it still reads."""
         calls = self._calls(ids)
-        return Transfer(PendingCall(calls, started, kept), True) if calls.halves else Transfer(started, False)
+        return Transfer(functools.partial(calls.complete, started, *kept)) if calls.halves else finished(started)
 
 
 def chunk_of(machine: Machine, replicas: int, rows: LayerRows) -> int | None:

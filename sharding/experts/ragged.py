@@ -24,16 +24,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.align import positions, rows_at
 from pallas_kernels.backend import Backend
-from pallas_kernels.queues import positions, rows_at
+from sharding.collectives import Overlap
 from sharding.experts.capacity import expected_rows
 from sharding.experts.hop import Hop
 from sharding.experts.rows import Experts, TokenRows, fill_lines, localize, sum_at
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
-from sharding.wire.collectives import Overlap
-from sharding.wire.words import from_words, shapes_of
+from sharding.words import from_words, shapes_of
 
 MAX_BUFFER_BYTES = 2 << 30
 """Bound on the buffers of one device, for the worst case that all devices send all their rows to it."""
@@ -53,13 +53,6 @@ class Slices(NamedTuple):
     received: jax.Array
     their_recv_at: jax.Array
     their_send_at: jax.Array
-
-
-class RaggedHandle(NamedTuple):
-    """Partial sums [T * min(K, J), D], back on the device of the rows, and the lines of each row, [T, K]."""
-
-    sums: jax.Array
-    place: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +81,11 @@ class Ragged:
             )
         return cls(machine, replicas, overlap)
 
-    def start(self, rows: TokenRows, experts: Experts, backend: Backend | None = None) -> RaggedHandle:
-        """Dispatches, computes, and combines: only the sum is left to `finish`. Buffers hold T * J rows."""
+    def start(self, rows: TokenRows, experts: Experts, backend: Backend | None = None) -> tuple[jax.Array, jax.Array]:
+        """Dispatches, computes, and combines: only the sum is left to `finish`. Buffers hold T * J rows.
+
+        Returns partial sums [T * min(K, J), D], back on the device of the rows, and the lines of each row, [T, K].
+        """
         T, K = rows.ids.shape
         hop = self._hop(T)
         words, place, slices = _pack(rows, hop)
@@ -99,9 +95,9 @@ class Ragged:
         unit = jax.jit(lambda words, received: experts(_unpack(words, received, shapes, hop))[0])
         sums = unit(arrived, slices.received)
         with jax.named_scope("combine"):
-            return RaggedHandle(from_peers(sums, slices, hop.axes, T * min(K, hop.peers)), place)
+            return from_peers(sums, slices, hop.axes, T * min(K, hop.peers)), place
 
-    def finish(self, handle: RaggedHandle) -> tuple[jax.Array, None]:
+    def finish(self, handle: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         """Sums the partial sums of each row; exact sizes never overflow."""
         return jax.jit(sum_at)(*handle), None
 

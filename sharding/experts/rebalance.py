@@ -22,7 +22,7 @@ from jax import lax
 
 from sharding.experts.placement import Placement
 from sharding.mesh import Machine
-from sharding.wire.words import from_words, to_words
+from sharding.words import from_words, to_words
 
 TEMPORARY_LAYERS = 3
 """Temporary memory of a move on a GPU, in units of one layer's experts on a device (a test compiles it)."""

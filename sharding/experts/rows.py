@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.wire.words import from_words, to_words, width_of
+from sharding.words import from_words, to_words, width_of
 
 _ONES = 0xFFFFFFFF
 

@@ -1,25 +1,18 @@
 """The cost model of dispatch and combine: bytes and messages.
 
 A transport is selected once per compiled program, from its shapes: bytes over the slower of the two kinds of link, plus
-a latency for each message that a device sends. Link speeds default to those that DeepSeek
+a latency for each message that a device sends. Link speeds are those that DeepSeek
 published for H800 (DeepEP: 160 GB/s NVLink, 50 GB/s per NIC, one NIC per GPU). Only their ratio affects the selection.
 """
 
 import dataclasses
 
 from sharding.mesh import Machine
-from sharding.wire.sums import packed_bytes
+from sharding.words import packed_bytes
 
+_NODE_LINK, _CROSS_LINK = 160e9, 50e9  # bytes per second and GPU, one way
+_MESSAGE_SECONDS = 1e-6  # for each message that a device sends
 _ID_AND_WEIGHT = 8  # bytes of an int32 id and a float32 weight
-
-
-@dataclasses.dataclass(frozen=True)
-class Network:
-    """Speeds in bytes per second and GPU, one way, and the seconds that a device needs for each message it sends."""
-
-    node_link: float = 160e9
-    cross_link: float = 50e9
-    message: float = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +84,8 @@ class Traffic:
     def __mul__(self, times: int) -> "Traffic":
         return Traffic(*(times * value for value in dataclasses.astuple(self)))
 
-    def seconds(self, network: Network) -> float:
-        """Returns the time on the wire by the cost model; links inside and across nodes work at once."""
-        inside = (self.device_bytes - self.node_bytes) / network.node_link
-        return max(inside, self.node_bytes / network.cross_link) + self.messages * network.message
+    @property
+    def seconds(self) -> float:
+        """The time on the wire by the cost model; links inside and across nodes work at once."""
+        inside = (self.device_bytes - self.node_bytes) / _NODE_LINK
+        return max(inside, self.node_bytes / _CROSS_LINK) + self.messages * _MESSAGE_SECONDS

@@ -1,24 +1,26 @@
 """The transport interface (dispatch and combine), and the selection of a transport.
 
-Each transport is a frozen, hashable dataclass in its own file: `ring`, `exchange` (all_to_all, hierarchical and
-nccl_ep), `ragged`. Jitted steps close over it. `choose` uses the cost model of `sharding.experts.traffic`.
+Each transport is a frozen, hashable dataclass: `Ring` here, `exchange` (all_to_all, hierarchical and nccl_ep) and
+`ragged` in their own files. Jitted steps close over it. `choose` uses the cost model of `sharding.experts.traffic`.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
+from jax import lax
 
 from pallas_kernels.backend import Backend
+from sharding.collectives import Overlap, Transfer, start_reduce_scatter
 from sharding.experts.exchange import Exchange
 from sharding.experts.hop import Hop
 from sharding.experts.ragged import Ragged
-from sharding.experts.ring import Ring
-from sharding.experts.rows import Experts, TokenRows
-from sharding.experts.traffic import LayerRows, Network, Traffic
+from sharding.experts.rows import Experts, TokenRows, localize
+from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
-from sharding.wire.collectives import Overlap
+from sharding.words import from_words, shapes_of, to_words
 
 
 class Transport[Handle](Protocol):
@@ -72,6 +74,45 @@ class Transport[Handle](Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """All-gather of all rows over the devices of `machine`, local experts, and a reduce-scatter of the sums.
+
+    It sends each row to all devices, so it suits small batches on few devices. It is the reference for the other
+    transports.
+    """
+
+    machine: Machine
+    replicas_per_device: int
+    overlap: Overlap = Overlap.NONE
+    kind: ClassVar[TransportKind] = TransportKind.RING
+    hops: ClassVar[tuple[Hop, ...]] = ()
+    pairs: ClassVar[int | None] = None
+
+    @classmethod
+    def from_layer(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Ring":
+        """Returns the ring over `machine`, with `replicas` on each device; no buffer depends on `rows`."""
+        return cls(machine, replicas, overlap)
+
+    def start(self, rows: TokenRows, experts: Experts, backend: Backend | None = None) -> Transfer:
+        """Gathers all rows, computes the local experts, and starts the reduce-scatter."""
+        axes, replicas = self.machine.axes, self.replicas_per_device
+        with jax.named_scope("dispatch"):
+            words = lax.all_gather(jax.jit(to_words)(rows), axes, axis=0, tiled=True)
+        shapes = shapes_of(rows)
+        y = jax.jit(lambda words: experts(localize(from_words(words, shapes), axes, replicas))[0])(words)
+        with jax.named_scope("combine"):
+            return start_reduce_scatter(y, axes, self.overlap)
+
+    def finish(self, handle: Transfer) -> tuple[jax.Array, None]:
+        """Finishes the reduce-scatter; a ring has no buffers that could overflow."""
+        return handle.finish(), None
+
+    def traffic(self, rows: LayerRows) -> Traffic:
+        """Returns the bytes of an all-gather and a reduce-scatter."""
+        return Traffic.to_all(self.machine, rows.tokens * rows.row_bytes(rows.experts_per_token))
+
+
 _BUILDERS: Mapping[TransportKind, Callable[[Machine, int, LayerRows, Overlap], Transport[Any]]] = {
     TransportKind.RING: Ring.from_layer,
     TransportKind.ALL_TO_ALL: Exchange.from_layer,
@@ -97,10 +138,8 @@ def build(
     return _BUILDERS[kind](machine, replicas // machine.devices, rows, overlap)
 
 
-def choose(
-    machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap = Overlap.NONE, network: Network | None = None
-) -> Transport[Any]:
+def choose(machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap = Overlap.NONE) -> Transport[Any]:
     """Returns the cheapest transport for `rows` by the cost model; never `RAGGED` or `NCCL_EP`, which it lacks."""
     kinds = [TransportKind.RING, TransportKind.ALL_TO_ALL, *([TransportKind.HIERARCHICAL] if machine.nodes > 1 else [])]
     candidates = [build(kind, machine, replicas, rows, overlap) for kind in kinds]
-    return min(candidates, key=lambda t: t.traffic(rows).seconds(network or Network()))
+    return min(candidates, key=lambda t: t.traffic(rows).seconds)

@@ -7,7 +7,7 @@ class TransportKind(enum.Enum):
     """A transport of token rows to expert replicas and back; the value is the option's value."""
 
     RING = "ring"
-    """All-gather and reduce-scatter (`sharding.experts.ring`)."""
+    """All-gather and reduce-scatter (`sharding.experts.transport`)."""
     ALL_TO_ALL = "all_to_all"
     """One hop, to devices (`sharding.experts.exchange`)."""
     HIERARCHICAL = "hierarchical"

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import aot
 from pallas_kernels.mosaic import swizzle_transforms
-from sharding.wire.collectives import Overlap, resolve_overlap
+from sharding.collectives import Overlap, resolve_overlap
 
 pytestmark = [
     pytest.mark.aot,

@@ -18,10 +18,24 @@ from dsv3.model.layers.attention import LayerPlace, Projected
 from dsv3.model.layers.compressed_paged import paged_attend_compressed
 from dsv3.model.layers.router import route
 from dsv3.model.params import CompressedAttentionParams
-from pallas_kernels import backend, compressed, dense, dsa, fp8, gpus, grouped, heads, mixing, mla, rows
+from pallas_kernels import (
+    align,
+    backend,
+    compressed,
+    dense,
+    dsa,
+    entries,
+    fp8,
+    gpus,
+    grouped,
+    heads,
+    mixing,
+    mla,
+    rows,
+)
+from pallas_kernels.align import queue_rows
 from pallas_kernels.backend import OPERATIONS, Backend, fallbacks, set_fallbacks, with_fallback
 from pallas_kernels.float8 import E4M3
-from pallas_kernels.queues import queue_rows
 
 BF16, F32, I32, U32, U8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint32, jnp.uint8
 T, H, R, P, K, N, E = 128, 16, 512, 64, 256, 128, 4
@@ -143,7 +157,7 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
     ),
     "align_groups": (
         Backend.NATIVE,
-        lambda ids, backend: grouped.align_groups(ids, E, 16, backend=backend),
+        lambda ids, backend: align.align_groups(ids, E, 16, backend=backend),
         (COUNTS,),
     ),
     "queue_rows": (
@@ -176,7 +190,7 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         lambda *a, backend: heads.normed_latents(*a[:3], 0, *a[3:], 1e-6, backend=backend),
         (of((T, R + P)), of((1, P)), of((1, R)), of((T, 32), F32), of((T, 32), F32)),
     ),
-    "encode_rows": (Backend.TRITON, functools.partial(compressed.encode_rows, plain=448, dtype=U8), (of((T, R)),)),
+    "encode_rows": (Backend.TRITON, functools.partial(entries.encode_rows, plain=448, dtype=U8), (of((T, R)),)),
     "complete_entries": (Backend.TRITON, entries_of_a_layer, ()),
     "latent_rows": (
         Backend.NATIVE,
@@ -274,12 +288,12 @@ def test_a_requested_backend_wins() -> None:
 
 def test_tiles_are_those_of_the_products_backend(on) -> None:
     on(Backend.MOSAIC)
-    tiles = {dtype: grouped.choose_tile_m(8, 8, dtype=dtype) for dtype in (E4M3, BF16, I32)}
+    tiles = {dtype: align.choose_tile_m(8, 8, dtype=dtype) for dtype in (E4M3, BF16, I32)}
     set_fallbacks({"fp8_grouped_gemm_contiguous": Backend.REFERENCE})
-    assert grouped.choose_tile_m(8, 8, dtype=E4M3) == 4 != tiles[E4M3]
+    assert align.choose_tile_m(8, 8, dtype=E4M3) == 4 != tiles[E4M3]
     set_fallbacks({"fp8_grouped_gemm_contiguous": Backend.TRITON})
-    assert grouped.choose_tile_m(8, 8, dtype=E4M3) == 16
-    assert {dtype: grouped.choose_tile_m(8, 8, dtype=dtype) for dtype in (BF16, I32)} == {BF16: 8, I32: 8}
+    assert align.choose_tile_m(8, 8, dtype=E4M3) == 16
+    assert {dtype: align.choose_tile_m(8, 8, dtype=dtype) for dtype in (BF16, I32)} == {BF16: 8, I32: 8}
 
 
 def test_traced_functions_are_retraced() -> None:

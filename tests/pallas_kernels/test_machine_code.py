@@ -167,7 +167,7 @@ def test_tables_name_bounds_and_others(monkeypatch):
     """Builds the tables from a small loop in place of a compiled kernel's."""
     kernel = dataclasses.replace(kernels.dense(4096, 2112, 7168, "DeepGEMM dense 128x192"), protocol=RING)
     run = model.simulate([STEP], RING, Link(100, 40))
-    resources = machine_code.aot.KernelResources("fp8_dense", 168, 0, 0, 0, "")
+    resources = machine_code.aot.KernelResources("fp8_dense", 168, 0, 0, "")
     reading = machine_code.Reading(kernel, resources, "232/40", (counts.work(STEP),), {kernels.FAST: (run, run)})
     assert max(reading.bounds(), key=reading.bounds().__getitem__) == "tensor core"
     report = Report()

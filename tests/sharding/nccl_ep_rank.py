@@ -15,14 +15,13 @@ import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from sharding.collectives import Overlap
 from sharding.experts.exchange import Exchange
 from sharding.experts.library_hop import LibraryHop
 from sharding.experts.rows import TokenRows
 from sharding.mesh import Machine
 from sharding.nccl_ep import library
-from sharding.nccl_ep.library import GroupKey
-from sharding.nccl_ep.ops import Calls
-from sharding.wire.collectives import Overlap
+from sharding.nccl_ep.library import Calls, GroupKey
 from tests.sharding import nccl_ep
 from tests.sharding.test_exchange import ALL, AXES, CHUNK, D, K, T, both_halves, dense, local_experts, route
 

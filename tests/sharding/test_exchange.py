@@ -12,17 +12,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from sharding.collectives import Overlap
 from sharding.experts.capacity import expected_capacity, headroom, pair_capacity
 from sharding.experts.exchange import Exchange
 from sharding.experts.hop import Hop
 from sharding.experts.library_hop import LibraryHop
-from sharding.experts.ring import Ring
 from sharding.experts.rows import Lines, TokenRows, fill_lines, unpacked
 from sharding.experts.traffic import LayerRows
-from sharding.experts.transport import Transport
+from sharding.experts.transport import Ring, Transport
 from sharding.mesh import Machine
-from sharding.wire.collectives import Overlap
-from sharding.wire.words import shapes_of, to_words
+from sharding.words import shapes_of, to_words
 from tests.sharding import nccl_ep
 
 T, K, D, EXPERTS = 24, 4, 16, 16

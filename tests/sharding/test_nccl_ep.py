@@ -20,6 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import aot
 from pallas_kernels.native.build import build_library
+from sharding.collectives import Overlap
 from sharding.experts.library_hop import MAX_BUFFER_BYTES, MAX_SHARED_BYTES, LibraryHop, low_latency_bytes, row_bytes
 from sharding.experts.rows import TokenRows
 from sharding.experts.traffic import LayerRows
@@ -27,9 +28,7 @@ from sharding.experts.transport import build
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
 from sharding.nccl_ep import library
-from sharding.nccl_ep.library import GroupKey, Installed, NcclEpError
-from sharding.nccl_ep.ops import Calls
-from sharding.wire.collectives import Overlap
+from sharding.nccl_ep.library import Calls, GroupKey, Installed, NcclEpError
 from tests.sharding import nccl_ep
 from tests.sharding.test_exchange import AXES, both_halves
 

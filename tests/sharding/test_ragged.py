@@ -10,13 +10,13 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import aot
+from sharding.collectives import check_ragged
 from sharding.experts.ragged import MAX_BUFFER_BYTES, slices_of
 from sharding.experts.rows import TokenRows
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
-from sharding.wire.collectives import check_ragged
 from tests.sharding.test_exchange import ALL, AXES, EXPERTS, D, K, T, both_halves, dense, local_experts, route
 
 MACHINE = Machine(2, 4)

@@ -11,7 +11,7 @@ from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.engine.communication import Communication
 from sharding.experts.traffic import LayerRows
 from sharding.mesh import rank_mesh
-from sharding.wire.sums import pack, packed_bytes, unpack
+from sharding.words import pack_sums, packed_bytes, unpack_sums
 
 ROWS, WIDTH = 3, 200  # a whole group and a partial one
 
@@ -22,9 +22,9 @@ def test_the_error_is_at_most_half_a_step(seed: int, exponent: int, dtype) -> No
     rng = np.random.default_rng(seed)
     sums = (rng.normal(size=(ROWS, WIDTH)) * 2.0**exponent).astype(dtype)
     sums[1, :128] = 0
-    words = pack(sums)
+    words = pack_sums(sums)
     assert words.shape == (ROWS, packed_bytes(WIDTH) // 4)
-    back = unpack(words, jax.ShapeDtypeStruct(sums.shape, sums.dtype))
+    back = unpack_sums(words, jax.ShapeDtypeStruct(sums.shape, sums.dtype))
     assert back.dtype == dtype and not back[1, :128].any()
     exact, back = np.asarray(sums, np.float64), np.asarray(back, np.float64)
     for group in (slice(0, 128), slice(128, WIDTH)):
@@ -37,7 +37,7 @@ def test_the_error_is_at_most_half_a_step(seed: int, exponent: int, dtype) -> No
 def test_non_finite_values_stay_non_finite(value: float) -> None:
     sums = np.ones((ROWS, WIDTH), np.float32)
     sums[2, 150] = value
-    back = unpack(pack(sums), jax.ShapeDtypeStruct(sums.shape, sums.dtype))
+    back = unpack_sums(pack_sums(sums), jax.ShapeDtypeStruct(sums.shape, sums.dtype))
     assert np.isfinite(back[:2]).all() and not np.isfinite(back[2, 128:]).any()
 
 

@@ -70,13 +70,13 @@ def looped(mesh: Any, transfers: Sequence[tuple[str, Axes]], rounds: int, overla
     """
     import jax
 
-    from sharding.mesh import DEVICES
-    from sharding.wire.collectives import (
+    from sharding.collectives import (
         in_program_order,
         start_all_gather,
         start_all_to_all,
         start_reduce_scatter,
     )
+    from sharding.mesh import DEVICES
 
     starts = {
         ALL_TO_ALL: start_all_to_all,
@@ -119,8 +119,8 @@ def _start_ragged(x: Any, axes: Axes, overlap: Any) -> Any:
     """Sends as `start_all_to_all` does, by a ragged all-to-all, which is synchronous."""
     import jax
 
+    from sharding.collectives import finished
     from sharding.experts.ragged import Slices, to_peers
-    from sharding.wire.collectives import Transfer
 
     @jax.jit
     def slices() -> Slices:
@@ -129,7 +129,7 @@ def _start_ragged(x: Any, axes: Axes, overlap: Any) -> Any:
         mine, theirs = jax.numpy.cumsum(each) - each, each * jax.lax.axis_index(axes)
         return Slices(mine, each, mine, each, theirs, theirs)
 
-    return Transfer(to_peers(x, slices(), axes, len(x)), False)
+    return finished(to_peers(x, slices(), axes, len(x)))
 
 
 def _result_rows(kind: str, rows: int, count: int) -> int:
@@ -173,7 +173,7 @@ class Wires:
     def __init__(self, quick: bool, options: Mapping[str, Any] | None = None) -> None:
         import jax
 
-        from sharding.wire.collectives import Overlap, compiler_options, launch_in_order, limits_of, resolve_overlap
+        from sharding.collectives import Overlap, compiler_options, launch_in_order, limits_of, resolve_overlap
 
         devices = jax.devices()
         self.platform, self.mesh = devices[0].platform, machine_mesh(devices)

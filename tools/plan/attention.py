@@ -26,7 +26,7 @@ from dsv3.config.model import (
 )
 from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.forms import needs_topk
-from pallas_kernels.compressed.triton_ops import bytes_of_query
+from pallas_kernels.compressed import kernel_bytes_of_query
 from pallas_kernels.dsa import BYTES_AT_ONCE, topk_width
 from tools.plan.deployment import PlannedBatch, Rates
 
@@ -278,7 +278,7 @@ def _groups(model: ModelConfig, batch: PlannedBatch) -> tuple[int, int]:
     compressed, n = _compressed(model), batch.context_split
     tokens, heavy = model.max_position_embeddings // n, min(compressed.heavy_ratios, default=0)
     listed = compressed.window + (tokens // heavy if heavy else 0)
-    shares = bytes_of_query(model.num_attention_heads * n // batch.split, model.latent_dim, listed)
+    shares = kernel_bytes_of_query(model.num_attention_heads * n // batch.split, model.latent_dim, listed)
     scores = _SCORE_BYTES * tokens // compressed.sparse_ratio
     return math.ceil(batch.tokens * scores / BYTES_AT_ONCE), math.ceil(batch.tokens * shares / BYTES_AT_ONCE)
 

@@ -19,11 +19,11 @@ from dsv3.config.device_rates import NIC, PEAKS
 from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
 from dsv3.engine.communication import Communication
+from sharding.collectives import Overlap
 from sharding.experts.capacity import expected_rows
 from sharding.experts.library_hop import LibraryHop
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
-from sharding.wire.collectives import Overlap
 from tools.plan.deployment import NCCL_EP, Deployment
 from tools.plan.hlo import Collective
 from tools.plan.roofline import TRANSFER_S, wire_rows

@@ -36,9 +36,9 @@ from dsv3.model.tensor_parallel import arrange
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
 from pallas_kernels.int4 import GROUP, VALUES_PER_WORD
+from sharding.collectives import limits_of
 from sharding.experts.placement import Placement
 from sharding.mesh import rank_mesh
-from sharding.wire.collectives import limits_of
 from tools.plan import nccl_ep
 from tools.plan.deployment import Deployment, DeploymentError, Phase
 
@@ -69,7 +69,7 @@ class CompiledProgram:
 
     `arguments` are weights, pages and state; `results` excludes donated arguments; `temporaries` live inside the
     program. `limits` are the compiler's most collectives in flight, and NCCL's channels of each communicator
-    (`sharding.wire.collectives.limits_of`).
+    (`sharding.collectives.limits_of`).
     """
 
     phase: Phase

@@ -13,7 +13,7 @@ from dsv3.config.device_rates import peaks_of
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.executor import lay_out
 from dsv3.engine.jobs import JOB_KINDS
-from pallas_kernels import checks, gpus, multiprocessors
+from pallas_kernels import checks, gpus, multiprocessors, native
 from pallas_kernels.backend import Backend, resolve_backend
 from pallas_kernels.checks import Case, arrays, experts, products
 from pallas_kernels.checks.case import BFLOAT16, FLOAT32
@@ -21,7 +21,6 @@ from pallas_kernels.dense import layer_gemm, plain_gemm
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.gemm import plan as hopper
 from pallas_kernels.gemm import triton_dispatch
-from pallas_kernels.native import ops as native
 from pallas_kernels.tuned import PlanChoice, recording, set_plans
 from tools.doctor.rates import timer
 from tools.tune.selection import Outcome, fastest, timed_in_turns

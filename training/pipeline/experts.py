@@ -31,7 +31,7 @@ from dsv3.model.layers.router import Routing
 from dsv3.model.params import MoeParams
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 from pallas_kernels import grouped
-from pallas_kernels.queues import queue_rows
+from pallas_kernels.align import queue_rows
 from sharding.experts.capacity import expected_capacity
 from sharding.experts.rows import TokenRows, localize, sum_at
 from sharding.mesh import OF_NODE

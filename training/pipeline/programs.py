@@ -8,7 +8,7 @@ them, per layer:
     network  | combine B   | dispatch F  | dispatch B | combine F         |
 
 The two programs are traced and cut where a transfer's result is needed. The parts are compiled as units in that order,
-between the start and the finish of the other direction's transfer (`sharding.wire.collectives`).
+between the start and the finish of the other direction's transfer (`sharding.collectives`).
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jax.extend import core
 
 from dsv3.model.decoder import embed
 from dsv3.model.params import abstract
-from sharding.wire.collectives import (
+from sharding.collectives import (
     Overlap,
     Transfer,
     compiler_options,

@@ -33,8 +33,8 @@ from dsv3.model.forms import applies
 from dsv3.model.steps import StepOutput
 from pallas_kernels import gpus
 from pallas_kernels.multiprocessors import Multiprocessors, taking
-from sharding.mesh import PAGES_SPEC, RANK_SPEC, rank_sharding
-from sharding.processes import on_every_rank, spans_processes
+from sharding.mesh import PAGES_SPEC, RANK_SPEC
+from sharding.processes import on_every_rank
 
 PREFILL_RESERVE = 24
 """Multiprocessors that an instance with overlapped prefill steps reserves for transfers."""
@@ -99,7 +99,7 @@ class Layout:
             components.mesh,
         )
         self.takes_grammars = components.tokenizer is not None
-        self.rank_sharding, self.spans_processes = rank_sharding(self.mesh), spans_processes(self.mesh)
+        self.rank_sharding, self.spans_processes = NamedSharding(self.mesh, RANK_SPEC), self.mesh.is_multi_process
         self.params = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), components.params
         )

@@ -20,7 +20,7 @@ import jax
 from dsv3.config.engine import EngineConfig
 from dsv3.model.batch import AttentionForm
 from pallas_kernels import aot, bodies, invariance
-from sharding.wire.collectives import compiler_options
+from sharding.collectives import compiler_options
 
 _log = logging.getLogger(__name__)
 Progress = Callable[[int, int, str], None]

@@ -22,7 +22,7 @@ from dsv3.model.layers.linear import Index, Numerics, linear
 from dsv3.model.layers.rope import Rotation, scale_queries
 from dsv3.model.params import AttentionParams
 from pallas_kernels import dense, invariance, mla
-from pallas_kernels.backend import Backend, blocks_host, resolve_backend, with_fallback
+from pallas_kernels.backend import Backend, blocks_host, resolve_backend, resolve_operation
 from pallas_kernels.rows import latent_rows, rms_norm, rotate_heads
 
 
@@ -293,6 +293,6 @@ def _context_core(step: LatentStep, batch: DecodeBatch, heads: int) -> Core:
 
 def _schedule(lengths: jax.Array, queries: int, heads: int, backend: Backend | None) -> mla.DecodeSchedule | None:
     """Returns the schedule that all layers of a step share; None for a backend without one."""
-    if resolve_backend(requested=with_fallback("mla_decode", backend)) is not Backend.MOSAIC:
+    if resolve_operation("mla_decode", backend) is not Backend.MOSAIC:
         return None
     return mla.decode_schedule(lengths, queries=queries, heads=heads)

@@ -50,21 +50,9 @@ from dsv3.model.layers.rope import Rotation
 from dsv3.model.layers.sparse import by_groups, state_pages
 from dsv3.model.params import CompressedAttentionParams, CompressorParams
 from pallas_kernels import dsa
-from pallas_kernels.backend import Backend, resolve_backend, with_fallback
-from pallas_kernels.compressed import (
-    Given,
-    PoolSizes,
-    RowList,
-    StepTokens,
-    attend_compressed,
-    attend_part,
-    bytes_of_query,
-    complete_entries,
-    completes,
-    encode_rows,
-    usable,
-    write_rings,
-)
+from pallas_kernels.backend import Backend, resolve_operation, uses_triton
+from pallas_kernels.compressed import RowList, attend_compressed, attend_part, bytes_of_query
+from pallas_kernels.entries import Given, PoolSizes, StepTokens, complete_entries, completes, encode_rows, write_rings
 
 
 def paged_attend_compressed(
@@ -186,12 +174,12 @@ class _Layer:
     @property
     def kernels(self) -> Backend:
         """The backend that completes entries and writes rings."""
-        return resolve_backend(requested=with_fallback("complete_entries", self.backend))
+        return resolve_operation("complete_entries", self.backend)
 
     def has_kernels(self, pool: Pool, compressors: list[_Compressor], dtype: jnp.dtype) -> bool:
         """Returns whether kernels complete the layer's entries and write its rings."""
         rotated = self.cfg.qk_rope_head_dim
-        return usable(self.kernels) and all(
+        return uses_triton(self.kernels) and all(
             completes(pool[each.entries], each.params.norm, dtype, rotated, is_key=each.entries == INDEX_KEYS)
             for each in compressors
         )

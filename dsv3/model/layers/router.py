@@ -10,7 +10,7 @@ import numpy as np
 from dsv3.config.model import ModelConfig
 from dsv3.model.layers.linear import Index, layer_slice
 from pallas_kernels import dense, invariance, native, routing
-from pallas_kernels.backend import Backend, has_jax_triton, resolve_backend, with_fallback
+from pallas_kernels.backend import Backend, resolve_backend, resolve_operation, uses_triton
 from pallas_kernels.rows import differentiable
 
 
@@ -84,8 +84,8 @@ def route(
       valid: `[T]` bool, the tokens that get experts; the ids of others are -1. None for all.
     """
     stack, number = (bias, layer) if layer is not None else (None if bias is None else bias[None], 0)
-    resolved = resolve_backend(requested=with_fallback("weighted_experts", backend))
-    in_kernel = resolved in (Backend.MOSAIC, Backend.TRITON) and has_jax_triton() and not _is_limited(cfg)
+    resolved = resolve_operation("weighted_experts", backend)
+    in_kernel = uses_triton(resolved) and not _is_limited(cfg)
     reference = functools.partial(_route, cfg, backend, first)
     if not in_kernel or cfg.scoring_func not in routing.SCORES or not logits.size:
         return reference(logits, stack, number, valid)
@@ -170,7 +170,7 @@ def _weighted(cfg: ModelConfig, scores: jax.Array, ids: jax.Array) -> Routing:
 def _topk_experts(cfg: ModelConfig, scores: jax.Array, backend: Backend | None) -> jax.Array:
     """Returns the experts `[T, K]` int32 of the highest `scores` `[T, E]`, with groups within the best groups."""
     limited = _is_limited(cfg)
-    if resolve_backend(requested=with_fallback("choose_experts", backend)) is Backend.NATIVE:
+    if resolve_operation("choose_experts", backend) is Backend.NATIVE:
         groups = (cfg.n_group, cfg.topk_group, _experts_per_group_score(cfg)) if limited else (1, 1, 1)
         return native.choose_experts(scores, cfg.num_experts_per_tok, *groups)
     kept = _mask_other_groups(cfg, scores) if limited else scores

@@ -19,7 +19,7 @@ from dsv3.model.layers.experts import RouterStats
 from dsv3.model.layers.hyper_connections import Residual
 from dsv3.model.schedules import overlapped
 from dsv3.model.schedules.stages import MicroBatch
-from sharding.wire.collectives import in_program_order
+from sharding.collectives import in_program_order
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The overlapped schedule: two micro-batches, each of which computes while the other communicates.
 
 The orders are those of DeepSeek's profile data and day-6 overview. With program order enforced
-(`sharding.wire.collectives`) the compiled schedule is the written one: work of the other micro-batch runs between the
+(`sharding.collectives`) the compiled schedule is the written one: work of the other micro-batch runs between the
 start and the finish of a collective. Below some tokens per device the two halves cost more than the overlap saves
 (SGLang measured -27 % at 32 tokens per device, break-even at 64 to 128), and where few devices hold many experts each,
 a second micro-batch reads more weights again than its transfers take. `worth_overlapping` decides; other steps use the
@@ -37,8 +37,8 @@ from dsv3.model.decoder import LayerContext, Stack, ends, scan_layers
 from dsv3.model.layers.experts import RouterStats
 from dsv3.model.layers.hyper_connections import Block, Residual
 from dsv3.model.schedules.stages import MicroBatch, Routed
+from sharding.collectives import in_program_order
 from sharding.experts.exchange import PeerSums
-from sharding.wire.collectives import in_program_order
 
 PREVIOUS, NEXT = (-1, 0), (0, 1)
 """The layers of a pass: prefill finishes the previous one, decode begins the next one."""

@@ -76,7 +76,7 @@ def slot_count(window_count, entry_count, FIRST_ENTRY: tl.constexpr):
 
 @triton.jit
 def _fp8_rows(rows, real, dtype: tl.constexpr, D: tl.constexpr, PLAIN: tl.constexpr, NATIVE: tl.constexpr):
-    """Returns FP8 rows [rows, D] (`compressed/entry_row.py`): PLAIN of e4m3, the rest bfloat16, then e8m0 scales.
+    """Returns FP8 rows [rows, D] (`pallas_kernels/entries.py`): PLAIN of e4m3, the rest bfloat16, then e8m0 scales.
 
     NATIVE: the GPU converts e4m3.
     """

@@ -101,7 +101,7 @@ def encode(x_ptr, rows_ptr, D: tl.constexpr, PLAIN: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit
 def store_entry(row, x, D: tl.constexpr, PLAIN: tl.constexpr, FLOOR: tl.constexpr):
-    """Stores x [D] as an FP8 row (`compressed/entry_row.py`): PLAIN of e4m3, the rest bfloat16, then e8m0 scales."""
+    """Stores x [D] as an FP8 row (`pallas_kernels/entries.py`): PLAIN of e4m3, the rest bfloat16, then e8m0 scales."""
     grouped = tl.reshape(x.to(tl.float32), (D // 64, 64))
     code = power_at_least(tl.div_rn(tl.maximum(tl.max(tl.abs(grouped), 1), FLOOR), 448.0))
     scaled = clipped(grouped * (1.0 / (code << 23).to(tl.float32, bitcast=True))[:, None])
@@ -164,10 +164,9 @@ def rings_plain(
     token, position, request, end = _token(requests_ptr, positions_ptr, ends_ptr)
     if position < 0:
         return
-    page = _window_page(window_table_ptr, request, position, TABLE, PAGE_TOKENS)
-    _keep_page_row(
-        window_ptr, new_ptr + token * WIDTH, tl.load(cache_layer_ptr).to(tl.int64) * WINDOW_PAGES + page, page,
-        position, end, PAGE_TOKENS, RING, WIDTH, BLOCK,
+    _keep_window_row(
+        window_ptr, new_ptr, cache_layer_ptr, window_table_ptr, token, position, request, end, TABLE, PAGE_TOKENS,
+        WINDOW_PAGES, RING, WIDTH, BLOCK,
     )  # fmt: skip
 
 
@@ -184,10 +183,9 @@ def rings_heavy(
     if position < 0:
         return
     layer, slot = tl.load(layer_ptr).to(tl.int64), tl.load(slots_ptr + request)
-    page = _window_page(window_table_ptr, request, position, TABLE, PAGE_TOKENS)
-    _keep_page_row(
-        window_ptr, new_ptr + token * WIDTH, tl.load(cache_layer_ptr).to(tl.int64) * WINDOW_PAGES + page, page,
-        position, end, PAGE_TOKENS, RING, WIDTH, BLOCK,
+    _keep_window_row(
+        window_ptr, new_ptr, cache_layer_ptr, window_table_ptr, token, position, request, end, TABLE, PAGE_TOKENS,
+        WINDOW_PAGES, RING, WIDTH, BLOCK,
     )  # fmt: skip
     _keep_part(parts_ptr, own_ptr, position_ptr, token, layer, SLOTS, slot, position, end, RATIO, PARTS, D)
 
@@ -205,10 +203,9 @@ def rings_sparse(
     if position < 0:
         return
     layer, slot = tl.load(layer_ptr).to(tl.int64), tl.load(slots_ptr + request)
-    page = _window_page(window_table_ptr, request, position, TABLE, PAGE_TOKENS)
-    _keep_page_row(
-        window_ptr, new_ptr + token * WIDTH, tl.load(cache_layer_ptr).to(tl.int64) * WINDOW_PAGES + page, page,
-        position, end, PAGE_TOKENS, RING, WIDTH, BLOCK,
+    page = _keep_window_row(
+        window_ptr, new_ptr, cache_layer_ptr, window_table_ptr, token, position, request, end, TABLE, PAGE_TOKENS,
+        WINDOW_PAGES, RING, WIDTH, BLOCK,
     )  # fmt: skip
     _keep_part(parts_ptr, own_ptr, position_ptr, token, layer, SLOTS, slot, position, end, RATIO, PARTS, 2 * D)
     _keep_part(
@@ -231,11 +228,6 @@ def _token(requests_ptr, positions_ptr, ends_ptr):
 
 
 @triton.jit
-def _window_page(window_table_ptr, request, position, TABLE: tl.constexpr, PAGE_TOKENS: tl.constexpr):
-    return tl.load(window_table_ptr + request * TABLE + tl.minimum(position // PAGE_TOKENS, TABLE - 1))
-
-
-@triton.jit
 def _is_last(position, end, PAGE_TOKENS: tl.constexpr, RING: tl.constexpr):
     """Returns whether no later token of the step replaces the row of this one in its page's ring."""
     again = position + RING
@@ -243,14 +235,19 @@ def _is_last(position, end, PAGE_TOKENS: tl.constexpr, RING: tl.constexpr):
 
 
 @triton.jit
-def _keep_page_row(
-    window_ptr, new, page_in_pool, page, position, end,
-    PAGE_TOKENS: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+def _keep_window_row(
+    window_ptr, new_ptr, cache_layer_ptr, window_table_ptr, token, position, request, end,
+    TABLE: tl.constexpr, PAGE_TOKENS: tl.constexpr, WINDOW_PAGES: tl.constexpr, RING: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Writes a token's row to the ring of its window page, if it stays there, and returns the page."""
+    page = tl.load(window_table_ptr + request * TABLE + tl.minimum(position // PAGE_TOKENS, TABLE - 1))
+    new, page_in_pool = new_ptr + token * WIDTH, tl.load(cache_layer_ptr).to(tl.int64) * WINDOW_PAGES + page
     if (page >= 0) & _is_last(position, end, PAGE_TOKENS, RING):
         column = tl.arange(0, BLOCK)
         row = window_ptr + (page_in_pool * RING + position % PAGE_TOKENS % RING) * WIDTH
         tl.store(row + column, tl.load(new + column, mask=column < WIDTH), mask=column < WIDTH)
+    return page
 
 
 @triton.jit

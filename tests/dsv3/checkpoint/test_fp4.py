@@ -5,7 +5,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dsv3.checkpoint.fp4 import MAX_SPREAD, VALUES, decode, to_fp8
+from dsv3.checkpoint.fp4 import MAX_SPREAD, decode, to_fp8
+from pallas_kernels.int4 import FP4_VALUES as VALUES
 
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 

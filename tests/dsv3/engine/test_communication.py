@@ -15,9 +15,9 @@ from dsv3.engine.communication import Communication
 from dsv3.engine.device.layout import Reserve, reserve
 from dsv3.engine.device.programs import Programs
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
+from sharding.collectives import Overlap, compiler_options, launch_in_order, resolve_overlap
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine, rank_mesh
-from sharding.wire.collectives import Overlap, compiler_options, launch_in_order, resolve_overlap
 
 GPUS = Communication(DEEPSEEK_V3, Machine(18, 8), 288, 1, Overlap.HOOKS, None, True, 2)
 LAYERS = DEEPSEEK_V3.num_moe_layers

@@ -18,7 +18,8 @@ from dsv3.model.batch import StepRows
 from dsv3.model.layers import compressed_uncached
 from dsv3.model.layers.compressed_paged import paged_attend_compressed
 from pallas_kernels import dsa, invariance
-from pallas_kernels.compressed import decode_rows, encode_rows, sink_attention
+from pallas_kernels.compressed import sink_attention
+from pallas_kernels.entries import decode_rows, encode_rows
 from tests.dsv3.model import deepseek_v4_steps
 from tests.dsv3.model.deepseek_v4 import model
 from tests.dsv3.model.deepseek_v4_steps import (

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from dsv3.config.model import entry_row
-from pallas_kernels import compressed
+from pallas_kernels import entries
 
 # One program each: their operations would be compiled one by one.
-encode_rows = jax.jit(compressed.encode_rows, static_argnums=(1, 2))
-decode_rows = jax.jit(compressed.decode_rows, static_argnums=(1, 2, 3))
+encode_rows = jax.jit(entries.encode_rows, static_argnums=(1, 2))
+decode_rows = jax.jit(entries.decode_rows, static_argnums=(1, 2, 3))
 
 
 @pytest.mark.parametrize(("plain", "rotated"), [(448, 64), (24, 8), (512, 64), (576, 2)])

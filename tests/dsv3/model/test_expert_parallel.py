@@ -22,13 +22,13 @@ from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.params import Params, abstract, declare
 from dsv3.model.schedules import HOOKED, OVERLAPPED, Schedule
 from dsv3.model.steps import decode, prefill
+from sharding.collectives import Overlap
 from sharding.experts.eplb import ExpertMap, rebalance_experts
 from sharding.experts.placement import placement_of
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import RANK_SPEC, Machine, partitions, rank_mesh
-from sharding.wire.collectives import Overlap
 from tests.sharding import nccl_ep
 
 CFG = ModelConfig(

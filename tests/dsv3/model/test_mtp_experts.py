@@ -18,7 +18,7 @@ from dsv3.model.layers.uncached_attention import causal_attend
 from dsv3.model.params import Params, abstract, declare
 from sharding.experts.eplb import map_of
 from sharding.experts.placement import Placement, placement_of
-from sharding.experts.ring import Ring
+from sharding.experts.transport import Ring
 from sharding.mesh import RANK_SPEC, Machine, partitions, rank_mesh
 from tests.dsv3.model.test_module import CFG
 

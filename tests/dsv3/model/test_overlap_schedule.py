@@ -26,12 +26,12 @@ from dsv3.model.schedules import HOOKED, OVERLAPPED, Schedule
 from dsv3.model.steps import decode, prefill
 from pallas_kernels import aot, bodies
 from pallas_kernels.backend import Backend
+from sharding.collectives import Overlap, compiler_options, resolve_overlap
 from sharding.experts.placement import Placement
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import RANK_SPEC, Machine, partition, partitions
-from sharding.wire.collectives import Overlap, compiler_options, resolve_overlap
 from tools.plan import hlo
 from tools.plan.launch_order import launch_order
 

@@ -18,12 +18,12 @@ from dsv3.model.steps import decode, prefill
 from dsv3.model.tensor_parallel import Shards, arrange, check_shards, row_order
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
+from sharding.collectives import Overlap, compiler_options, resolve_overlap
 from sharding.experts.placement import Placement
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import RANK_SPEC, Machine, partitions, rank_mesh, rank_size
-from sharding.wire.collectives import Overlap, compiler_options, resolve_overlap
 
 CFG = ModelConfig(  # without a query latent, so that query and latent rows are fused
     vocab_size=32,

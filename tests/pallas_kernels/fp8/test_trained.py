@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import fp8, grouped
+from pallas_kernels import fp8
+from pallas_kernels.align import align_groups
 from pallas_kernels.backend import Backend
 from pallas_kernels.float8 import BLOCK, E4M3
-from pallas_kernels.fp8.trained import activation_tiles, along_tokens, dequantized
+from pallas_kernels.fp8 import activation_tiles, along_tokens, dequantized, trained_gemm
+from pallas_kernels.grouped import trained_gemm_contiguous
 
 REFERENCE = Backend.REFERENCE
 
@@ -53,7 +55,7 @@ def test_a_linear_layer_and_its_gradients_are_those_formulas(tokens: int, out: i
 
     @jax.jit
     def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
-        y, pullback = jax.vjp(lambda x, w: fp8.trained_gemm(x, w, backend=REFERENCE), x, w)
+        y, pullback = jax.vjp(lambda x, w: trained_gemm(x, w, backend=REFERENCE), x, w)
         return y, *pullback(dy)
 
     for got, wanted in zip(run(x, w, dy), formulas(x, w, dy), strict=True):
@@ -68,11 +70,11 @@ def test_experts_and_their_gradients_are_those_formulas() -> None:
 
     @jax.jit
     def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
-        order = grouped.align_groups(jnp.asarray(ids), 3, BLOCK)
+        order = align_groups(jnp.asarray(ids), 3, BLOCK)
         aligned, aligned_dy = (v.at[order.source_row].get(mode="fill", fill_value=0) for v in (x, dy))
         unused = jnp.repeat(order.tile_group < 0, BLOCK)[:, None]  # undefined rows
         y, pullback = jax.vjp(
-            lambda x, w: grouped.trained_gemm_contiguous(x, w, order.tile_group, backend=REFERENCE), aligned, w
+            lambda x, w: trained_gemm_contiguous(x, w, order.tile_group, backend=REFERENCE), aligned, w
         )
         dx, dw = pullback(jnp.where(unused, jnp.nan, aligned_dy))
         return *(v.at[order.aligned_row].get(mode="fill", fill_value=0) for v in (y, dx)), dw, unused.sum()
@@ -119,13 +121,13 @@ def test_tiles_of_a_weight_gradient_are_along_the_tokens() -> None:
 )
 def test_mismatched_shapes_are_rejected(x: tuple[int, ...], w: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fp8.trained_gemm(jnp.zeros(x), jnp.zeros(w))
+        trained_gemm(jnp.zeros(x), jnp.zeros(w))
 
 
 def test_mismatched_types_and_tiles_are_rejected() -> None:
     with pytest.raises(ValueError, match="must be bfloat16 or float32, got float16"):
-        fp8.trained_gemm(jnp.zeros((4, 32), jnp.float16), jnp.zeros((16, 32)))
+        trained_gemm(jnp.zeros((4, 32), jnp.float16), jnp.zeros((16, 32)))
     with pytest.raises(ValueError, match=r"needs x \[A, K\] and w \[G, N, K\]"):
-        grouped.trained_gemm_contiguous(jnp.zeros((128, 32)), jnp.zeros((16, 32)), jnp.zeros(1, jnp.int32))
+        trained_gemm_contiguous(jnp.zeros((128, 32)), jnp.zeros((16, 32)), jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match="96 rows in tiles of 128"):
-        grouped.trained_gemm_contiguous(jnp.zeros((96, 32)), jnp.zeros((2, 16, 32)), jnp.zeros(1, jnp.int32))
+        trained_gemm_contiguous(jnp.zeros((96, 32)), jnp.zeros((2, 16, 32)), jnp.zeros(1, jnp.int32))

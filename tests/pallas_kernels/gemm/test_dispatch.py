@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.align import align_groups
 from pallas_kernels.backend import Backend
 from pallas_kernels.dense import head_gemm, layer_gemm
 from pallas_kernels.fp8 import fp8_gemm, swiglu_quantize
 from pallas_kernels.gemm.plan import plan_dense
-from pallas_kernels.grouped import align_groups, fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
+from pallas_kernels.grouped import fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
 from tests.pallas_kernels.gemm.interpreted import bfloat16, interpret
 from tests.pallas_kernels.numerics import activation, calc_diff, weight
 

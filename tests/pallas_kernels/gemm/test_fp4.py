@@ -9,8 +9,7 @@ import pytest
 
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
-from pallas_kernels.gemm.fp4 import Fp4Kernel, group_values
-from pallas_kernels.gemm.int4 import four_bit_contiguous
+from pallas_kernels.gemm.four_bit import four_bit_contiguous, fp4_values
 from pallas_kernels.grouped import fp4_grouped_gemm_contiguous
 from tests.pallas_kernels import fp4_weights
 from tests.pallas_kernels.gemm.interpreted import NUM_BLOCKS, bfloat16, interpret, untouched
@@ -23,7 +22,7 @@ N, K = 200, 512
 def test_the_values_of_each_group() -> None:
     codes, _ = fp4_weights.random_weight(0, 16, 256)
     words = jnp.asarray(fp4_weights.words(codes))
-    found = jax.jit(lambda w: jnp.concatenate([group_values(w, group) for group in range(8)], axis=1))(words)
+    found = jax.jit(lambda w: jnp.concatenate([fp4_values(w, group) for group in range(8)], axis=1))(words)
     np.testing.assert_array_equal(4 * found, fp4_weights.VALUES[codes])
 
 
@@ -33,7 +32,7 @@ def test_contiguous() -> None:
     (x, x_true), (codes, scale) = bfloat16(0, len(tile_group) * tile_m, K), fp4_weights.random_weight(1, 5, N, K)
     poisoned = scale.copy()
     poisoned[[0, 1]] = np.nan
-    fn = functools.partial(four_bit_contiguous, tile_m=tile_m, kernel_class=Fp4Kernel, stages=3, num_sms=NUM_BLOCKS)
+    fn = functools.partial(four_bit_contiguous, tile_m=tile_m, stages=3, num_sms=NUM_BLOCKS)
     words = fp4_weights.words(codes)
     out = interpret(fn, x, words, poisoned.swapaxes(1, 2), jnp.array(tile_group), jnp.int32(2))
     weight = fp4_weights.real(codes, scale)

@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
-from pallas_kernels.gemm.int4 import four_bit_contiguous, group_values
+from pallas_kernels.gemm.four_bit import four_bit_contiguous, int4_values
 from pallas_kernels.grouped import int4_grouped_gemm_contiguous
 from pallas_kernels.int4 import interleave
 from tests.pallas_kernels import int4_weights
@@ -21,7 +21,7 @@ N, K = 200, 512
 def test_the_values_of_each_group() -> None:
     values, _ = int4_weights.random_weight(0, 16, 256)
     words = jnp.asarray(interleave(int4_weights.pack(values)))
-    found = jax.jit(lambda w: jnp.concatenate([group_values(w, group) for group in range(8)], axis=1))(words)
+    found = jax.jit(lambda w: jnp.concatenate([int4_values(w, group) for group in range(8)], axis=1))(words)
     np.testing.assert_array_equal(found, values)
 
 

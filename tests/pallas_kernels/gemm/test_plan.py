@@ -14,9 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm import plan as planning
 from pallas_kernels.gemm.dispatch import kernel_of_plan
 from pallas_kernels.gemm.narrow import SplitKernel
-from pallas_kernels.gemm.pairs import ContiguousPairs, own_place
 from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
-from pallas_kernels.gemm.schedule import Contiguous, Dense
+from pallas_kernels.gemm.schedule import Contiguous, ContiguousPairs, Dense, own_place
 from pallas_kernels.gemm.shapes import DENSE_M, DENSE_NK
 from pallas_kernels.mosaic import NUM_SMS
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import native
+from pallas_kernels.align import align_groups, aligned_rows, choose_tile_m
 from pallas_kernels.backend import Backend
-from pallas_kernels.grouped import align_groups, aligned_rows, choose_tile_m
 
 BACKENDS = [Backend.REFERENCE, *([Backend.NATIVE] if native.library().targets else [])]
 

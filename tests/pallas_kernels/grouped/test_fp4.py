@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.fp4 import VALUES
 from pallas_kernels.grouped import dequantize_four_bit, fp4_grouped_gemm_contiguous
+from pallas_kernels.int4 import FP4_VALUES
 from tests.pallas_kernels import fp4_weights
 from tests.pallas_kernels.numerics import calc_diff
 
@@ -16,8 +16,8 @@ GROUPS, N, K, TILE = 4, 24, 512, 4
 
 
 def test_codes_are_those_of_ml_dtypes() -> None:
-    assert np.array_equal(VALUES, fp4_weights.VALUES)
-    assert np.array_equal(np.signbit(VALUES), np.signbit(fp4_weights.VALUES))
+    assert np.array_equal(FP4_VALUES, fp4_weights.VALUES)
+    assert np.array_equal(np.signbit(FP4_VALUES), np.signbit(fp4_weights.VALUES))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import aot, bodies
-from pallas_kernels.backend import Backend
-from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, mosaic_ops, write_pages
+from pallas_kernels.backend import Backend, warn_once
+from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, write_pages
 from pallas_kernels.mla.mosaic_decode import TileShape
 
 KERNEL = "mosaic_gpu"
@@ -77,7 +77,7 @@ def test_kernels_run_only_where_requested():
     ],
 )
 def test_unsupported_arrays_use_the_reference_and_are_logged(program, reason, caplog):
-    mosaic_ops.log_fallback.cache_clear()
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert KERNEL not in program()
         program()

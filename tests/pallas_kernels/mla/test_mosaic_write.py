@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mla import mosaic_write, write
+from pallas_kernels.mla import write
 from pallas_kernels.mosaic import interpret_params
 
 
@@ -20,7 +20,7 @@ def test_like_the_scatter(dtype, width):
     offsets = (places % 64).astype(np.int32)
     pool = jnp.asarray(rng.integers(0, 100, (pages, 64, width)), dtype)
     rows = jnp.asarray(rng.integers(100, 200, (T, width)), dtype)
-    kernel = jax.jit(functools.partial(mosaic_write.write_rows, interpret=interpret_params()))
+    kernel = jax.jit(functools.partial(write.write_rows_mosaic, interpret=interpret_params()))
     np.testing.assert_array_equal(
         np.asarray(kernel(pool, rows, targets, offsets), np.float32),
         np.asarray(write.write_rows(pool, rows, targets, offsets), np.float32),

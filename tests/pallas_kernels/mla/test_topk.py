@@ -25,7 +25,7 @@ def test_the_reference_attends_to_the_keys_of_the_bitmask(dtype, tolerance) -> N
 @functools.partial(jax.jit, static_argnames=("key_block", "blocks"))
 def kernel(q, k, shared_key, v, bits, starts, ends, key_block=None, blocks=None):
     how = {"key_block": key_block, "blocks": blocks, "interpret": interpret_params()}
-    return mosaic_ops.prefill_topk_mosaic(q, k, shared_key, v, bits, starts, ends, scale=SCALE, **how)
+    return mosaic_ops.prefill_spans_mosaic(q, k, shared_key, v, starts, ends, bits, scale=SCALE, **how)[0]
 
 
 @pytest.mark.parametrize(("key_block", "blocks"), [(None, None), (64, 1)])

@@ -6,15 +6,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import native
+from pallas_kernels.align import align_groups, choose_tile_m
 from pallas_kernels.backend import Backend
 from pallas_kernels.dense import head_gemm, layer_gemm, plain_gemm
 from pallas_kernels.fp8 import fp8_gemm, quantize_1x128
-from pallas_kernels.grouped import (
-    align_groups,
-    choose_tile_m,
-    fp8_grouped_gemm_contiguous,
-    grouped_gemm_contiguous,
-)
+from pallas_kernels.grouped import fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
 from tests.pallas_kernels.numerics import activation, weight
 
 pytestmark = pytest.mark.skipif(not native.library().targets, reason=native.library().reason)

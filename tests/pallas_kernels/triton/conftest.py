@@ -20,14 +20,14 @@ def interpreter():
 def interpreted(interpreter, monkeypatch):
     """Traces kernels for an Ampere GPU with little shared memory, and runs them here; unwritten values are NaN."""
 
-    def start(kernel, arrays, outputs, *, grid, warps=0, stages=0, **arguments):
+    def start(kernel, arrays, outputs, *, grid, backend=None, warps=0, stages=0, **arguments):
         def launch(*values):
             unwritten = [_unwritten(out) for out in outputs]
             return tuple(interpreter.run(kernel, [*map(np.array, values), *unwritten], grid, arguments)[len(values) :])
 
         return jax.pure_callback(launch, tuple(outputs), *arrays)
 
-    def update(kernel, targets, arrays, *, grid, warps=0, stages=0, **arguments):
+    def update(kernel, targets, arrays, *, grid, backend=None, warps=0, stages=0, **arguments):
         def launch(*values):
             results = interpreter.run(kernel, [np.array(value) for value in values], grid, arguments)
             return tuple(results[: len(targets)])

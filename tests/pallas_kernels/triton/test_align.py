@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gpus
+from pallas_kernels.align import align_groups
 from pallas_kernels.backend import Backend
-from pallas_kernels.grouped import align_groups
 from pallas_kernels.triton.resources import kernel_resources
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from pallas_kernels import compressed, gpus
 from pallas_kernels.backend import Backend
-from pallas_kernels.compressed import RowList, attend_compressed, attend_part, triton_ops
+from pallas_kernels.compressed import RowList, attend_compressed, attend_part
+from pallas_kernels.entries import decode_rows, encode_rows
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 REFERENCE, TRITON = Backend.REFERENCE, Backend.TRITON
@@ -53,8 +54,8 @@ def lists(counts=COUNTS, *, heads: int = 3, d: int = 128, fp8: bool = False, dty
     kept, decoded = {}, {}
     for name, (pages, rows) in arrays.items():
         values = jnp.asarray(rng.standard_normal((pages * rows, d)), dtype)
-        kept[name] = compressed.encode_rows(values, plain, jnp.uint8 if fp8 else dtype)
-        decoded[name] = np.asarray(compressed.decode_rows(kept[name], plain, d, jnp.float32), np.float64)
+        kept[name] = encode_rows(values, plain, jnp.uint8 if fp8 else dtype)
+        decoded[name] = np.asarray(decode_rows(kept[name], plain, d, jnp.float32), np.float64)
     numbers = {
         "window": rng.choice([NOWHERE.min, NOWHERE.max], (len(counts), WINDOW)),
         "entries": rng.choice([NOWHERE.min, NOWHERE.max], (len(counts), ENTRIES)),
@@ -104,7 +105,7 @@ def lists(counts=COUNTS, *, heads: int = 3, d: int = 128, fp8: bool = False, dty
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("share", [32, 1280])
 def test_every_list_has_the_result_of_float64(backend, dtype, fp8, share, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_ops, "SHARE", share)
+    monkeypatch.setattr(compressed, "SHARE", share)
     case = lists(fp8=fp8, dtype=dtype)
     found = case.attend(backend)
     np.testing.assert_allclose(found, case.expected(), atol=1e-5 if backend is REFERENCE else 0.02)
@@ -114,7 +115,7 @@ def test_every_list_has_the_result_of_float64(backend, dtype, fp8, share, monkey
 @pytest.mark.parametrize("backend", [REFERENCE, TRITON])
 @pytest.mark.parametrize("share", [32, 1280])
 def test_a_part_has_no_sink_and_its_log_sum_exp(backend, share, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_ops, "SHARE", share)
+    monkeypatch.setattr(compressed, "SHARE", share)
     case = lists()
     out, lse = attend_part(
         case.q, case.own, case.window, case.entries, scale=0.1, plain=case.q.shape[-1] - ROTATED, backend=backend
@@ -139,7 +140,7 @@ def test_a_layer_without_entries() -> None:
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_bits_do_not_depend_on_other_queries(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_ops, "SHARE", 32)
+    monkeypatch.setattr(compressed, "SHARE", 32)
     case = lists(fp8=fp8)
     found = case.attend(TRITON)
     for query in (1, 3, 4):
@@ -171,7 +172,7 @@ def test_a_row_of_the_step_has_the_bits_of_a_cached_one() -> None:
 )
 def test_what_the_kernel_supports(q, row, plain, message) -> None:
     arrays = jax.ShapeDtypeStruct((2, *q[0]), q[1]), jax.ShapeDtypeStruct((4, 8, row[0]), row[1])
-    why = triton_ops.unsupported(*arrays, plain)
+    why = compressed.unsupported(*arrays, plain)
     assert why is None if message is None else message in why
 
 

@@ -20,8 +20,8 @@ from dsv3.model.layers.indexer import IndexTokens
 from dsv3.model.params import CompressedAttentionParams, CompressorParams, PooledIndexerParams
 from pallas_kernels import backend, gpus
 from pallas_kernels.backend import Backend, set_fallbacks
-from pallas_kernels.compressed import Given, PoolSizes, StepTokens, complete_entries, decode_rows, write_rings
 from pallas_kernels.dsa.keys import keys_of_pages
+from pallas_kernels.entries import Given, PoolSizes, StepTokens, complete_entries, decode_rows, write_rings
 from pallas_kernels.triton.resources import kernel_resources
 from tests.dsv3.model.deepseek_v4 import model
 

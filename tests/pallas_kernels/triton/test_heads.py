@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import gpus
 from pallas_kernels.backend import Backend
-from pallas_kernels.compressed import encode_rows
+from pallas_kernels.entries import encode_rows
 from pallas_kernels.fp8 import quantize_1x128
 from pallas_kernels.heads import normed_latents, unit_rotated_heads
 from pallas_kernels.triton.resources import kernel_resources

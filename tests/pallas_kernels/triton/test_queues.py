@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gpus
+from pallas_kernels.align import queue_rows
 from pallas_kernels.backend import Backend
-from pallas_kernels.queues import queue_rows
 from pallas_kernels.triton.resources import kernel_resources
 
 

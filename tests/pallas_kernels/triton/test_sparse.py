@@ -16,9 +16,9 @@ from hypothesis.extra import numpy as arrays
 
 from pallas_kernels import dsa, gpus, mla
 from pallas_kernels.backend import Backend
-from pallas_kernels.dsa import attend, triton_ops
+from pallas_kernels.dsa import attend
 from pallas_kernels.dsa.keys import keys_of_pages, queries_for, write_keys
-from pallas_kernels.dsa.topk import raw_scores
+from pallas_kernels.dsa.topk import raw_scores, select_in_kernel
 from pallas_kernels.mla.layout import fp8_rows_of_pages
 from tests.pallas_kernels.mla.cases import PAGE, UNUSED_PAGE, decode_case
 
@@ -46,8 +46,8 @@ def test_selection_is_exact_and_the_first_of_equal_scores_win(scores, visible, t
     for row, count in zip(scores, visible, strict=True):
         row[count:] = np.nan
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_ops, "_SELECT_BLOCK", 64)
-        found = triton_ops.select_topk(jnp.asarray(scores), jnp.asarray(visible, jnp.int32), topk, TRITON)
+        patch.setattr("pallas_kernels.dsa.topk._SELECT_BLOCK", 64)
+        found = select_in_kernel(jnp.asarray(scores), jnp.asarray(visible, jnp.int32), topk, TRITON)
     for row, count, indices in zip(scores, visible, np.asarray(found), strict=True):
         assert indices.tolist() == wanted(row, count, topk)
 
@@ -56,7 +56,7 @@ def test_a_long_row() -> None:
     """Ten blocks of the size on a GPU, with scores that agree in all but the last bits."""
     bits = 0x3F800000 + np.random.default_rng(0).integers(0, 500, 40_000, np.int32)
     scores = bits.view(np.float32)
-    found = triton_ops.select_topk(jnp.asarray(scores)[None], jnp.asarray([39_990], jnp.int32), 2048, TRITON)
+    found = select_in_kernel(jnp.asarray(scores)[None], jnp.asarray([39_990], jnp.int32), 2048, TRITON)
     assert np.asarray(found)[0].tolist() == wanted(scores, 39_990, 2048)
 
 
@@ -71,7 +71,7 @@ def test_copies_have_the_bits_of_the_topk_rows(fp8: bool) -> None:
         positions[row, :count] = np.sort(rng.permutation(int(case.lengths[row]))[:count])
     given = pages, case.page_table, jnp.asarray(positions), jnp.asarray(counts)
     first = case.layer * case.pages_per_layer
-    ours = triton_ops.copy_rows(*given, first, 32, TRITON)
+    ours = attend.copy_rows(*given, first, 32, TRITON)
     theirs = attend._copied(*given[:3], first, 32)
     rows = [fp8_rows_of_pages(each, 32) if fp8 else each for each in (ours, theirs)]
     ours, theirs = (np.asarray(each).reshape(4, 2 * PAGE, -1) for each in rows)
@@ -91,7 +91,7 @@ def test_scores_are_those_of_the_formula(number: int, fp8: bool, heads: int, wid
 
     Queries and keys are compared after rounding: their products are exact in float32.
     """
-    monkeypatch.setattr(triton_ops, "SCORE_PAGES", 4)
+    monkeypatch.setattr("pallas_kernels.dsa.topk.SCORE_PAGES", 4)
     rng, visible = np.random.default_rng(0), np.array([350, 0, 64], np.int32)
     q, weights = rng.normal(size=(3, heads, width)), rng.normal(size=(3, heads)).astype(np.float32)
     keys, table = rng.normal(size=(20, PAGE, width)), np.full((3, 6), UNUSED_PAGE, np.int32)
@@ -157,6 +157,6 @@ def test_other_widths_than_powers_of_two_use_jax_numpy() -> None:
     def pages(values: int, rope: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, PAGE, mla.fp8_row_bytes(values, rope)), jnp.uint8)
 
-    assert triton_ops.copy_unsupported(pages(512, 64), 512) is None
-    assert "of 96 values and 128 bytes" in triton_ops.copy_unsupported(pages(96, 64), 96)
-    assert "of 512 values and 96 bytes" in triton_ops.copy_unsupported(pages(512, 48), 512)
+    assert attend.copy_unsupported(pages(512, 64), 512) is None
+    assert "of 96 values and 128 bytes" in attend.copy_unsupported(pages(96, 64), 96)
+    assert "of 512 values and 96 bytes" in attend.copy_unsupported(pages(512, 48), 512)

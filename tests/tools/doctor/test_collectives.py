@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
+from sharding import collectives as wire
 from sharding.mesh import DEVICES
-from sharding.wire import collectives as wire
 from tools.doctor import collectives
 from tools.doctor.rows import run_cases
 

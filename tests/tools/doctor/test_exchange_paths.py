@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import aot
+from sharding.collectives import Overlap, compiler_options
 from sharding.mesh import DEVICES, rank_mesh
-from sharding.wire.collectives import Overlap, compiler_options
 from tools.doctor import collectives, exchange_paths
 from tools.doctor.rows import run_cases
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from dsv3.engine.cluster.digest import collectives
-from sharding.wire.collectives import compiler_options, limits_of
+from sharding.collectives import compiler_options, limits_of
 from tools.plan import hlo
 from tools.plan.launch_order import LaunchOrder, launch_order
 

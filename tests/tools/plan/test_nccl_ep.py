@@ -8,13 +8,13 @@ import pytest
 from benchmarks.plan_published import five_stage_layer
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144, H200, H800, NODE_8XH200, PREFILL_EP32
+from sharding.collectives import Overlap
 from sharding.experts.library_hop import LibraryHop
 from sharding.experts.ragged import Ragged
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
-from sharding.wire.collectives import Overlap
 from tests.tools.plan.test_timeline import EXPERTS, program
 from tools.plan import nccl_ep, roofline
 from tools.plan.deployment import Deployment, DeploymentError, PlannedBatch, kernel_rates

@@ -19,11 +19,11 @@ from dsv3.engine.device.programs import Key, largest
 from dsv3.engine.memory import local_bytes
 from dsv3.model import AttentionForm
 from pallas_kernels.multiprocessors import Multiprocessors, traced
+from sharding.collectives import Overlap, resolve_overlap
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
-from sharding.wire.collectives import Overlap, resolve_overlap
 from tests.dsv3.model.test_overlap_schedule import copied_weights, written
 from tests.tools.plan import command_lines, test_launch_order
 from tools.plan import plan as planning

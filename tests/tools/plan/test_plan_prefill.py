@@ -6,7 +6,7 @@ import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import PREFILL_EP32
-from sharding.wire.collectives import Overlap, resolve_overlap
+from sharding.collectives import Overlap, resolve_overlap
 from tests.dsv3.model.test_overlap_schedule import copied_weights, layer_loop, written
 from tests.tools.plan import command_lines, test_launch_order
 from tools.plan import plan as planning

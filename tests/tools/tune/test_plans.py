@@ -61,7 +61,7 @@ def test_a_cpu_chooses_between_its_own_products_and_those_of_xla(monkeypatch) ->
 
 
 def test_results_that_are_wrong_are_not_used_and_a_budget_ends_the_measurements(monkeypatch) -> None:
-    choice = tuned.PlanChoice(native.ops.PRODUCT, (2, 8, 16, "float32", "of a stack"), "C++", ("C++", "XLA"))
+    choice = tuned.PlanChoice(native.PRODUCT, (2, 8, 16, "float32", "of a stack"), "C++", ("C++", "XLA"))
     play_timer(monkeypatch, lambda i: 1.0 / (i + 1))
     monkeypatch.setattr(plans.checks, "check", lambda *_: SimpleNamespace(passed=False))
     left = iter([1.0, 0.0])

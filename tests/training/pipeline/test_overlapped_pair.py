@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding
 
 from configs.tiny import MODEL, TRAINING
 from pallas_kernels import aot
+from sharding.collectives import Overlap, compiler_options, resolve_overlap
 from sharding.mesh import shardings
-from sharding.wire.collectives import Overlap, compiler_options, resolve_overlap
 from tools.plan import hlo
 from tools.plan.hlo import LABELS, is_matrix_work
 from training.pipeline.programs import MAX_IN_FLIGHT, trace, weight_shapes

@@ -1,4 +1,4 @@
-"""The INT4 kernel: weights are dequantized to bfloat16 in registers, as the left operand of the tensor core.
+"""The kernel of INT4 and FP4 weights, which become bfloat16 in registers, as the left operand of the tensor core.
 
 It is the narrow kernel with other weights: 128 rows of them times 8 to 128 tokens. A stage holds 256 of K. The same
 four bits of its 32 words per row are 32 columns of one scale group (`pallas_kernels.int4`), so a warpgroup extracts
@@ -24,11 +24,11 @@ from pallas_kernels.mosaic import SMEM_BYTES, plgpu, row_layout, swizzle_transfo
 _WEIGHT_BYTES = NARROW_TILE_N * (RUN // 2 + 2 * VALUES_PER_WORD)
 """Words and scales of a stage."""
 
-# Shift of a word, and the nibble of group j after it: 2, 3 or 4 (see `group_values`).
+# Shift of a word, and the nibble of group j after it: 2, 3 or 4 (see `int4_values`).
 _PLACES = ((8, 2), (8, 3), (0, 2), (0, 3), (0, 4), (-12, 2), (-12, 3), (-12, 4))
 
 
-def group_values(words: jax.Array, group: int) -> jax.Array:
+def int4_values(words: jax.Array, group: int) -> jax.Array:
     """Returns the values of a scale group, -8 to 7, as float32, from the words of its run: int32 of any shape.
 
     No integer is converted. Nibble p of a float32's mantissa, with the exponent of 2 ** (23 - 4 p), gives
@@ -43,20 +43,43 @@ def group_values(words: jax.Array, group: int) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32) - (2.0**exponent + 8)
 
 
+_FP4_FACTOR = 4.0
+"""What scales are multiplied with, because `fp4_values` gives a quarter of the values."""
+
+
+def fp4_values(words: jax.Array, group: int) -> jax.Array:
+    """Returns a quarter of the values of a scale group, as float32, from the words of its run: uint32 of any shape.
+
+    No integer is converted and nothing is looked up. A code has two bits of exponent, e, and one of mantissa, m. In
+    their places of a float32 whose exponent begins with 124, they give f = 2 ** (e - 3) * (1 + m / 2): a quarter of
+    the value, except for e = 0, where a quarter is m / 8 and f is 1 / 8 or 3 / 16. The smaller of f and 2 f - 1 / 4 is
+    right for every code.
+    """
+    up = 22 - 4 * group
+    placed = words << up if up >= 0 else lax.shift_right_logical(words, jnp.uint32(-up))
+    f = lax.bitcast_convert_type((placed & jnp.uint32(7 << 22)) | jnp.uint32(124 << 23), jnp.float32)
+    magnitude = lax.bitcast_convert_type(jnp.minimum(f, 2 * f - 0.25), jnp.uint32)
+    sign = (words << (28 - 4 * group)) & jnp.uint32(1 << 31)
+    return lax.bitcast_convert_type(magnitude | sign, jnp.float32)
+
+
 @dataclasses.dataclass(frozen=True)
-class Int4Kernel(NarrowKernel):
-    """[1, M, K] bfloat16 x [Gw, N, K / 8] int32 with [Gw, K / 32, N] bfloat16 -> [1, M, N] bfloat16."""
+class FourBitKernel(NarrowKernel):
+    """[1, M, K] bfloat16 x words [Gw, N, K / 8] with [Gw, K / 32, N] bfloat16 -> [1, M, N] bfloat16.
+
+    Attributes:
+      fp4: words are uint32 of FP4 codes; else int32 of INT4 numbers.
+    """
+
+    fp4: bool = False
 
     @property
     def name(self) -> str:
-        return f"int4_contiguous_{self.tile_m}x{self.tile_n}"
+        return f"{'fp4' if self.fp4 else 'int4'}_contiguous_{self.tile_m}x{self.tile_n}"
 
     @property
     def word(self) -> jnp.dtype:
-        return jnp.dtype(jnp.int32)
-
-    def group_values(self, words: jax.Array, group: int) -> jax.Array:
-        return group_values(words, group)
+        return jnp.dtype(jnp.uint32 if self.fp4 else jnp.int32)
 
     @property
     def num_scales(self) -> int:
@@ -95,7 +118,7 @@ class Int4Kernel(NarrowKernel):
 
     def multiply(self, refs: Refs, warpgroup, tile: Tile, done) -> list[jax.Array]:
         """Sums over K in the tensor core's accumulator; a stage is released after the next one has begun."""
-        rows = pl.ds(warpgroup * WG_ROWS, WG_ROWS)
+        rows, values_of = pl.ds(warpgroup * WG_ROWS, WG_ROWS), fp4_values if self.fp4 else int4_values
 
         def accumulate(acc):
             def step(i, _):
@@ -105,7 +128,7 @@ class Int4Kernel(NarrowKernel):
                 scales = [self.load_scale(refs, stage, rows, group) for group in range(VALUES_PER_WORD)]
                 plgpu.commit_smem()  # all threads have read their words: after the activations the stage is free
                 for group, scale in enumerate(scales):
-                    weights = self.group_values(words, group).astype(self.dtype)
+                    weights = values_of(words, group).astype(self.dtype)
                     weights = weights * lax.broadcast_in_dim(scale, weights.shape, [0])
                     plgpu.wgmma(acc, weights, refs.x_s.at[stage, :, pl.ds(group * GROUP, GROUP)].T)
                     plgpu.wgmma_wait(1)
@@ -121,7 +144,8 @@ class Int4Kernel(NarrowKernel):
 
     def load_scale(self, refs: Refs, stage, rows, group: int) -> jax.Array:
         """Returns the scales of a warpgroup's rows in one scale group, [64]."""
-        return plgpu.load(refs.w_scale_s.at[stage, group, rows], layout=row_layout())
+        scale = plgpu.load(refs.w_scale_s.at[stage, group, rows], layout=row_layout())
+        return scale * jnp.bfloat16(_FP4_FACTOR) if self.fp4 else scale
 
 
 def four_bit_contiguous(
@@ -132,11 +156,12 @@ def four_bit_contiguous(
     group_offset: jax.Array | int,
     tile_m: int,
     *,
-    kernel_class: type["Int4Kernel"] = Int4Kernel,
     stages: int | None = None,
     num_sms: int | None = None,
 ) -> jax.Array:
-    """Multiplies aligned rows x [A, K] with their tiles' INT4 or FP4 weights on Hopper; operands are checked.
+    """Multiplies aligned rows x [A, K] with their tiles' INT4 (int32) or FP4 (uint32) words on Hopper.
+
+    Operands are checked by the caller.
 
     Raises ValueError for an unsupported tile height, or N that is no multiple of 8.
     """
@@ -144,7 +169,7 @@ def four_bit_contiguous(
     if tile_m not in NARROW_TILES_M or n % 8:
         raise ValueError(f"grouped gemm, four bits: kernels have tiles of {NARROW_TILES_M} rows and N in multiples of "
                          f"8, got tile_m={tile_m} and N={n}")  # fmt: skip
-    kernel = kernel_class(
+    kernel = FourBitKernel(
         tile_m=tile_m,
         tile_n=NARROW_TILE_N,
         stages=stages,
@@ -154,6 +179,7 @@ def four_bit_contiguous(
         out_type=jax.ShapeDtypeStruct((1, m, n), x.dtype),
         shape_n=n,
         shape_k=k,
+        fp4=w.dtype == jnp.uint32,
     )
     offset = jnp.asarray(group_offset, jnp.int32).reshape(1)
     blocks = num_sms or multiprocessors.traced().taken

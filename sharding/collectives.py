@@ -94,40 +94,44 @@ def limits_of(options: Mapping[str, Any] | None) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A collective in flight; `pending` is jax's future, something with its `done`, or a synchronous one's result.
+    """A collective in flight; `done` returns the result, as a method of jax's future does.
 
     `like` is the shape and dtype of packed values, which only the sender knows.
     """
 
-    pending: Any
-    is_future: bool
+    done: Callable[[], Any]
     like: Any = None
 
     def finish(self) -> Any:
         """Waits for the collective and returns its result, an array; a library's calls may have several."""
-        return self.pending.done() if self.is_future else self.pending
+        return self.done()
+
+
+def finished(result: Any) -> Transfer:
+    """Returns the transfer of a synchronous collective."""
+    return Transfer(lambda: result)
 
 
 def start_all_to_all(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> Transfer:
     """Sends block j of the leading axis of `x` to peer j along mesh axes `axes`; block j of the result is peer j's."""
     if overlap is not Overlap.HOOKS:
-        return Transfer(lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True), False)
+        return finished(lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True))
     from jax._src.lax.parallel import all_to_all_start
 
-    return Transfer(all_to_all_start(x, axes, 0, 0, tiled=True), True)
+    return Transfer(all_to_all_start(x, axes, 0, 0, tiled=True).done)
 
 
 def start_all_gather(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> Transfer:
     """Sends `x` to all peers along mesh axes `axes`; finish returns those of all, joined along the leading axis."""
     if overlap is not Overlap.HOOKS:
-        return Transfer(lax.all_gather(x, axes, axis=0, tiled=True), False)
+        return finished(lax.all_gather(x, axes, axis=0, tiled=True))
     from jax._src.lax.parallel import all_gather_start
 
-    return Transfer(all_gather_start(x, axes, axis=0, tiled=True), True)
+    return Transfer(all_gather_start(x, axes, axis=0, tiled=True).done)
 
 
 def start_reduce_scatter(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> Transfer:
     """Sums block j of the leading axis of `x` over all peers along `axes`, for peer j; finish returns this device's."""
     if overlap is not Overlap.HOOKS:
-        return Transfer(lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True), False)
-    return Transfer(lax.psum_scatter_start(x, axes, scatter_dimension=0, tiled=True), True)
+        return finished(lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True))
+    return Transfer(lax.psum_scatter_start(x, axes, scatter_dimension=0, tiled=True).done)

@@ -1,4 +1,7 @@
-"""Sorts rows by group and pads every group to whole tiles, with shapes known at compile time."""
+"""Places of rows, with shapes known at compile time: sorted by group for grouped products, or queued for peers.
+
+Rows in a queue keep their order; groups are padded to whole tiles.
+"""
 
 import math
 from typing import NamedTuple
@@ -7,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import invariance, native
-from pallas_kernels.backend import Backend, has_jax_triton, resolve_backend, with_fallback
-from pallas_kernels.dsa.triton_ops import traced_for
+from pallas_kernels.backend import Backend, resolve_operation, uses_triton
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.search import search
 from pallas_kernels.triton import call
@@ -20,9 +22,9 @@ _PRODUCTS = {
     jnp.dtype(jnp.uint32): "fp4_grouped_gemm_contiguous",
 }
 """The product with weights of a type; for all other types, `grouped_gemm_contiguous`."""
-_COUNTED_AT_ONCE = 1024
+_COUNTED_AT_ONCE, _QUEUED_AT_ONCE = 1024, 64
 _MOST_COUNTED = 16 * _COUNTED_AT_ONCE
-"""Rows that a kernel counts for every group anew; more are sorted."""
+"""Rows, or ids, that a kernel reads for every group, or peer, anew; XLA sorts more rows, and adds up more ids."""
 
 
 class GroupAlignment(NamedTuple):
@@ -86,10 +88,10 @@ def align_groups(
             f"align_groups: num_groups, tile_m and max_rows must be positive, got {num_groups}, {tile_m}, {max_rows}"
         )
     A = aligned_rows(held, num_groups, tile_m)
-    resolved = resolve_backend(requested=with_fallback("align_groups", backend))
+    resolved = resolve_operation("align_groups", backend)
     if M and resolved is Backend.NATIVE:
         return GroupAlignment(*native.align_rows(group_ids.astype(jnp.int32), num_groups, tile_m, A))
-    if 0 < M <= _MOST_COUNTED and resolved in (Backend.MOSAIC, Backend.TRITON) and has_jax_triton():
+    if 0 < M <= _MOST_COUNTED and uses_triton(resolved):
         return _counted(group_ids.astype(jnp.int32), num_groups, tile_m, A, resolved)
     return _sorted(group_ids, num_groups, tile_m, A)
 
@@ -97,19 +99,19 @@ def align_groups(
 def _counted(ids: jax.Array, num_groups: int, tile_m: int, A: int, backend: Backend) -> GroupAlignment:
     """Aligns by one kernel that reads all ids once per group. XLA makes fifteen of the sort."""
     shapes = ((A,), ids.shape, (A // tile_m,), (num_groups,), (), ())
-    with traced_for(backend):
-        found = call.start(
-            "align.align",
-            (ids,),
-            [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
-            grid=(num_groups + 1,),
-            rows=len(ids),
-            GROUPS=num_groups,
-            TILE=tile_m,
-            ALIGNED=A,
-            BINS=power_of_two(num_groups + 1),
-            BLOCK=_COUNTED_AT_ONCE,
-        )
+    found = call.start(
+        "align.align",
+        (ids,),
+        [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
+        grid=(num_groups + 1,),
+        backend=backend,
+        rows=len(ids),
+        GROUPS=num_groups,
+        TILE=tile_m,
+        ALIGNED=A,
+        BINS=power_of_two(num_groups + 1),
+        BLOCK=_COUNTED_AT_ONCE,
+    )
     return GroupAlignment(*found)
 
 
@@ -155,27 +157,90 @@ def choose_tile_m(
         raise ValueError(f"choose_tile_m: rows and num_groups must be positive, got {rows} and {num_groups}")
     expected = rows / num_groups
     product = _PRODUCTS.get(jnp.dtype(dtype), "grouped_gemm_contiguous")
-    chosen = resolve_backend(requested=with_fallback(product, backend))
+    chosen = resolve_operation(product, backend)
     if invariance.required() and chosen in (Backend.MOSAIC, Backend.TRITON):
         return invariance.TILE_ROWS
     if chosen is Backend.MOSAIC:
-        return min(128, max(8, _power_of_two_above(expected)))
+        return min(128, power_of_two(expected, least=8))
     if chosen is Backend.TRITON:
-        return min(128, max(16, _power_of_two_above(expected)))
+        return min(128, power_of_two(expected))
     if chosen is Backend.NATIVE and native.takes(dtype, math.ceil(expected)):
         return 1
-    return 1 if expected < 1 else min(64, max(4, _power_of_two_above(1.5 * expected)))
-
-
-def _power_of_two_above(x: float) -> int:
-    """Returns the smallest power of two that is at least x."""
-    power = 1
-    while power < x:
-        power *= 2
-    return power
+    return 1 if expected < 1 else min(64, power_of_two(1.5 * expected, least=4))
 
 
 def _tile_groups(end: jax.Array, tiles: int, tile_m: int, num_groups: int) -> jax.Array:
     """Returns the group of each tile, [tiles], from the end of every group's aligned rows; -1 past the last."""
     group = search(end, jnp.arange(tiles, dtype=jnp.int32) * tile_m, side="right")
     return jnp.where(group < num_groups, group, -1)
+
+
+class RowQueues(NamedTuple):
+    """T rows in the queues of J peers, each with C lines of a buffer; the first C rows of a queue are in it."""
+
+    line: jax.Array
+    """[T, K] int32: the line of a row for an id; J * C where the row is not in the buffer, or an earlier id's is its
+    line."""
+    row: jax.Array
+    """[J * C] int32: the row of a line, or T for none."""
+    lost: jax.Array
+    """[J] int32: rows that need a peer and are not in the buffer, as the last ones of more than C."""
+
+
+def queue_rows(
+    ids: jax.Array, peers: int, ids_per_peer: int, capacity: int, *, backend: Backend | None = None
+) -> RowQueues:
+    """Queues each row once for each peer that it needs.
+
+    Args:
+      ids: [T, K] int32 below `peers * ids_per_peer`; a negative id needs no peer, id n needs peer n // ids_per_peer.
+      peers: J.
+      ids_per_peer: at least 1.
+      capacity: C.
+      backend: GPUs count few rows in Triton; None selects by device.
+    """
+    resolved = resolve_operation("queue_rows", backend)
+    T, K = ids.shape
+    if 0 < T * K <= _MOST_COUNTED and uses_triton(resolved):
+        shapes = (ids.shape, (peers * capacity,), (peers,))
+        found = call.start(
+            "align.queue",
+            (ids,),
+            [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
+            grid=(peers + 1,),
+            backend=resolved,
+            rows=T,
+            IDS=K,
+            PEERS=peers,
+            EACH=ids_per_peer,
+            CAPACITY=capacity,
+            BLOCK=min(_QUEUED_AT_ONCE, power_of_two(T)),
+            BLOCK_K=power_of_two(K),
+        )
+        return RowQueues(*found)
+    peer, position, length = positions(ids, peers, ids_per_peer)
+    line = jnp.where((peer < peers) & (position < capacity), peer * capacity + position, peers * capacity)
+    return RowQueues(line, rows_at(line, peers * capacity), jnp.maximum(length - capacity, 0))
+
+
+def positions(ids: jax.Array, peers: int, ids_per_peer: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the peer of each id, its row's position in that queue, both [T, K], and the queues' lengths [J], int32.
+
+    The peer is J where nothing is sent: for a negative id, and if an earlier id of the row has the same peer.
+    """
+    peer = jnp.where(ids >= 0, ids // ids_per_peer, peers)
+    earlier = jnp.tril(jnp.ones((ids.shape[1],) * 2, bool), -1)
+    repeated = ((peer[:, :, None] == peer[:, None, :]) & earlier).any(axis=2)
+    peer = jnp.where(repeated, peers, peer)
+    needs = (peer[:, :, None] == jnp.arange(peers)).any(axis=1)  # [T, J]
+    length = jnp.cumsum(needs, axis=0, dtype=jnp.int32)
+    position = jnp.take_along_axis(length, jnp.minimum(peer, peers - 1), axis=1) - 1
+    return peer, position, length[-1]
+
+
+def rows_at(line: jax.Array, lines: int) -> jax.Array:
+    """Returns the row of each line, [lines] int32, T for none, from the lines `[T, K]` of the rows."""
+    T, K = line.shape
+    return (
+        jnp.full(lines, T, jnp.int32).at[line.ravel()].set(jnp.repeat(jnp.arange(T, dtype=jnp.int32), K), mode="drop")
+    )

@@ -1,1 +1,0 @@
-"""Collectives in two halves, and packing of rows into words."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsv3.checkpoint.fp4 import MAX_SPREAD, decode, to_fp8
-from pallas_kernels.int4 import FP4_VALUES as VALUES
+from pallas_kernels.int4 import FP4_VALUES
 
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
@@ -34,7 +34,7 @@ def of_blocks(data: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 def test_codes_are_those_of_ml_dtypes() -> None:
     expected = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    assert np.array_equal(VALUES, expected) and np.array_equal(np.signbit(VALUES), np.signbit(expected))
+    assert np.array_equal(FP4_VALUES, expected) and np.array_equal(np.signbit(FP4_VALUES), np.signbit(expected))
 
 
 def test_the_low_half_of_a_byte_is_the_even_column() -> None:

@@ -24,7 +24,6 @@ import pytest
 from benchmarks import engines, instances
 from benchmarks.record import Report
 from benchmarks.speculative import SMALL_V4
-from benchmarks.training import RUNS
 from configs.tiny import TRAINING
 from dsv3 import LLM
 from dsv3.config.model import ModelConfig
@@ -117,15 +116,12 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("engine_host", "--running 2 --steps 2", {"MAX_NUM_BATCHED_TOKENS": 64}),
     ("engine_host", "--drafts 1 --running 4 --steps 2 --rounds 1", {}),
     ("eplb", "", {"ROUNDS": 1, "LAYERS": 2}),
-    ("eplb", "--live", {"INTERVAL": 16, "WINDOW_STEPS": 16, "ROWS": 1}),
     ("first_start", "--wake", {"LLM": SMALL_LLM, "ROUNDS": 1, "_RESTART": "pass"}),
     ("front", "--streams=8 --rate=9 --seconds=0.3 --traces=1", {}),
     ("hostile", "--seconds 0.3 --only none", {}),
     ("kv_tiers", "--rounds 1 --values 4 --directory {tmp}", {"VALUE_BYTES": 2**16}),
     ("launches", "--save {tmp}/step.hlo", {"compiled_step": lambda: COMPILED_TEXT}),
-    ("needle", "--ratio 4 --tokens 300 --chunk 64", {}),
     ("precision", "--tokens 16", {"MODULES": ("bisect",), "SETTINGS": (("float32", "float32"),)}),
-    ("precision", "--int4", {"HIDDEN": 256, "INNER": 256}),
     ("routers", "--requests 2 --clients 0", {}),
     ("speculative", "--drafts 1 --rounds 1 --tokens 4", {"SIZES": (1,), "LIMITS": ONE_ROW}),
     (
@@ -144,18 +140,11 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
         "--rounds 1",
         {"tune": write_tuning, "LIMITS": ONE_ROW, "SIZES": (1,), "PROMPTS": (20,), "ANSWER": 4},
     ),
-    (
-        "upgrade",
-        "--instances 1 --grace 0.1",
-        {"serving": serving, "survival.CLIENTS": 2, "survival.TOKENS": 64},
-    ),
     ("training", "", {"REPEATS": 1, "TRAINING": SMALL}),
-    ("training", "--fp8 1 --rows 2", {"RUNS": {"bfloat16": RUNS["bfloat16"]}, "PAIRS": (), "TRAINING": SMALL}),
 ]
 ELSEWHERE = {
     "bundled_answers": "reads 84,680 tokens; tests/training holds the model to its loss",
     "clients": "needs nine packages of others",
-    "nixl_transfer": "needs NIXL",
     "plan_deepseek_v4": "tests/benchmarks/test_plan_deepseek_v4.py",
     "plan_long_contexts": "tests/benchmarks/test_plan_long_contexts.py",
     "plan_published": "tests/benchmarks/test_plan_published.py",

@@ -17,7 +17,6 @@ comes back, and the instance grows after `--cluster_grow_interval` (5 s). All of
 others have no programs for one process fewer yet.
 """
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
@@ -39,7 +38,7 @@ import httpx
 import psutil
 
 from benchmarks.instances import LIMITS, ROOT, Instance, free_port, key_file, processor_s, serving
-from benchmarks.record import Cell, Report, run
+from benchmarks.record import Cell, Report, arguments, run
 
 CLIENTS = 32
 TOKENS = 320
@@ -223,17 +222,9 @@ def placed(processes: int, folder: Path, away: bool) -> Iterator[Place]:
 
 def main(report: Report) -> None:
     """Starts a server and measures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--engines", type=int, default=1, help="--data_parallel_backend mp with so many")
-    parser.add_argument("--stop", action="store_true", help="SIGSTOP in place of SIGKILL")
-    parser.add_argument("--away", action="store_true", help="end a host for good, and start it again later")
-    given = parser.parse_args()
-    if given.away and given.processes < 2:
-        parser.error("--away needs --processes 2 or more")
-    if given.engines > 1 and given.processes > 1:
-        parser.error("--engines: each has one process")
+    given = arguments(__doc__, kills=3, processes=1, engines=1, stop=False, away=False)
+    if (given.away and given.processes < 2) or (given.engines > 1 and given.processes > 1):
+        raise SystemExit("--away needs --processes 2 or more, and each of several --engines has one process")
     began, seqs = time.monotonic(), f"--max_num_seqs={CLIENTS // given.processes}"
     independent = ["--data_parallel_backend=mp", f"--data_parallel_size={given.engines}"] if given.engines > 1 else []
     with (

@@ -40,21 +40,28 @@ def main(report: Report) -> None:
     with temporary(dir=given.directory) as disk, temporary(dir=host_memory.FOLDER) as memory:
         host_memory.FOLDER = Path(memory)  # apart from other engines' arenas
         with ThreadPoolExecutor(THREADS) as threads:
-            for title, base, cases in _tables(Path(disk), given.values, threads):
-                rates: dict[str, list[float]] = {name: [] for name in cases}
-                for _ in range(given.rounds):
-                    for name in random.sample(list(cases), len(cases)):
-                        drop_cache(Path(disk))
-                        rates[name].append(given.values * VALUE_BYTES / 1e6 / elapsed(cases[name]))
-                first = rates[next(iter(cases))]
-                lines = (
-                    [name, *map(statistics.median, (mine, np.divide(mine, first)))] for name, mine in rates.items()
-                )
+            tables, prepare = _tables(Path(disk), given.values, threads)
+            for title, base, cases in tables:
+                rates = _in_turns(cases, prepare, given.rounds, given.values * VALUE_BYTES / 1e6)
+                pairs = ((name, mine, np.divide(mine, rates[next(iter(cases))])) for name, mine in rates.items())
+                lines = ([name, statistics.median(mine), np.median(over)] for name, mine, over in pairs)
                 report.table(title, ["case", "MB/s", f"over {base}"], lines)
 
 
-def _tables(folder: Path, count: int, threads: ThreadPoolExecutor) -> list[tuple[str, str, Cases]]:
-    """Returns title, base and cases of each table, over `count` values on the disk and in memory."""
+def _in_turns(cases: Cases, prepare: Callable[[], object], rounds: int, size: float) -> dict[str, list[float]]:
+    """Returns MB per second of each case by round, where all values have `size` MB."""
+    rates: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name in random.sample(list(cases), len(cases)):
+            prepare()
+            rates[name].append(size / elapsed(cases[name]))
+    return rates
+
+
+def _tables(
+    folder: Path, count: int, threads: ThreadPoolExecutor
+) -> tuple[list[tuple[str, str, Cases]], Callable[[], object]]:
+    """Returns title, base and cases of each table, over `count` values, and what must precede each case."""
     keys, values, out = [i.to_bytes(32, "big") for i in range(count)], _memory(count), _memory(count)
     values[:] = np.random.default_rng(0).integers(0, 256, values.shape, np.uint8)
     memory = SharedMemory("bench", host_pool_bytes(count, VALUE_BYTES))
@@ -101,10 +108,13 @@ def _tables(folder: Path, count: int, threads: ThreadPoolExecutor) -> list[tuple
         assert loaded == count
 
     def from_disk() -> None:
-        while any(tiers._backlog.values()):  # what the round before has left to be written
-            time.sleep(0.01)
         pool.clear()
         through_tiers()
+
+    def prepare() -> None:
+        while any(tiers._backlog.values()):  # what the case before has left to be written
+            time.sleep(0.01)
+        drop_cache(folder)
 
     copy = {"raw copy": lambda: np.copyto(out, values)}
     storing = {"host memory": to_pool, "directory, unsynced": to_directory}
@@ -119,7 +129,7 @@ def _tables(folder: Path, count: int, threads: ThreadPoolExecutor) -> list[tuple
         ("Loading from host memory", "a raw copy in memory", copy | from_memory),
         ("Loading from the disk", "raw O_DIRECT reads", loading),
         ("Storing", "a raw copy in memory", copy | storing),
-    ]
+    ], prepare
 
 
 def _memory(rows: int) -> np.ndarray:

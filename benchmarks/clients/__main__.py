@@ -40,7 +40,7 @@ class Client(NamedTuple):
     saw: str = ""
     """What of its output a tool's row shows, as a regular expression; a script of ours prints its own rows."""
     is_offline: bool = True
-    """Whether it is told to look for nothing on a hub."""
+    """Whether it runs with the hub switched off."""
 
 
 def _script(name: str) -> list[str]:

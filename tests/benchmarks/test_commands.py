@@ -128,7 +128,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ),
     (
         "structured",
-        "--rounds 1 --tokens 4 --only speed",
+        "--rounds 1 --tokens 4",
         {"REQUESTS": 2, "PROMPT": 8, "LIMITS": {"max_num_batched_tokens": 64}},
     ),
     ("survival", "--kills 1 --engines 2", {"CLIENTS": 2, "TOKENS": 64, "serving": serving}),

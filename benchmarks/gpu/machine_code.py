@@ -4,8 +4,8 @@
 
 Compiles each kernel at production shapes for sm_90a, disassembles it (ptxas and nvdisasm of the `aot` extra) and
 reports for each main loop: instructions, registers, spills, bounds by resource, and cycles from a small model whose
-assumptions stand at the top. Beside them stand stored figures of FlashMLA, DeepGEMM and FlashAttention-3, made the same
-way (`sass/others.json` says from what).
+assumptions stand at the top; cycles are those of round robin and of first come first served. Beside them stand stored
+figures of FlashMLA, DeepGEMM and FlashAttention-3, made the same way (`sass/others.json` says from what).
 
 Nothing here is a measured time. docs/performance/machine_code.md says what the figures mean.
 """
@@ -126,8 +126,8 @@ def tabulate(report: Report, readings: Sequence[Reading]) -> None:
     assumed = ((name, f"{value:g}", unit, source) for name, (value, unit, source) in model.ASSUMPTIONS.items())
     report.detail("What the model assumes", ["assumption", "value", "unit", "where from"], assumed)
     columns = ["kernel", "a pass", "instructions", "registers", "spilled bytes", *RESOURCES, "link", "cycles",
-               "tensor use", "theirs / ours"]  # fmt: skip
-    lines = (line for reading in readings for line in (*_lines(reading), *_lines_of_other(reading.kernel.other)))
+               "tensor use", "peer", "its cycles", "theirs / ours"]  # fmt: skip
+    lines = (line for reading in readings for line in _lines(reading))
     report.table("Bounds and modelled cycles of a pass", columns, lines)
     columns = ["kernel", "link", "warpgroup 0", "warpgroup 1", "warpgroup 2, where it dequantizes"]
     lines = (line for reading in readings for line in _waiting_rows(reading))
@@ -139,34 +139,20 @@ def tabulate(report: Report, readings: Sequence[Reading]) -> None:
 
 
 def _lines(reading: Reading) -> Iterator[list[Cell]]:
-    """Yields a line per link."""
+    """Yields a line per link; the bound that binds is bold."""
     kernel, bounds = reading.kernel, reading.bounds()
     other = OTHERS["loops"][kernel.other] if kernel.other is not None else {"cycles": {}}
+    binding = max(bounds, key=bounds.__getitem__)
+    cells = [f"{bounds[name]:,.0f}" if name in bounds else "" for name in RESOURCES]
+    cells = [f"**{cell}**" if name == binding else cell for name, cell in zip(RESOURCES, cells, strict=True)]
     instructions = " + ".join(str(work.instructions) for work in reading.roles)
-    head = [kernel.name, kernel.passes, instructions, reading.registers, reading.resources.spill_bytes]
+    head = [kernel.name, kernel.passes, instructions, reading.registers, reading.resources.spill_bytes, *cells]
     for name, runs in reading.cycles.items():
-        ratio = _ratio(reading, runs, other, other["cycles"].get(name))
-        yield [*head, *_bounds(bounds, max(bounds, key=bounds.__getitem__)), name,
-               " / ".join(f"{run.cycles:,.0f}" for run in runs),
-               " / ".join(f"{run.utilisation:.0%}" for run in runs), ratio]  # fmt: skip
-
-
-def _lines_of_other(name: str | None) -> Iterator[list[Cell]]:
-    """Yields the lines of a stored loop."""
-    if name is None:
-        return
-    loop = OTHERS["loops"][name]
-    instructions, tensor = " + ".join(map(str, loop["instructions"])), loop["bounds"]["tensor core"]
-    for link, cycles in loop["cycles"].items():
-        yield [f"*{name}*", loop["pass"], instructions, loop["registers"] or "", loop["spill_bytes"],
-               *_bounds(loop["bounds"]), link, " / ".join(f"{each:,}" for each in cycles),
-               " / ".join(f"{tensor / each:.0%}" for each in cycles), ""]  # fmt: skip
-
-
-def _bounds(bounds: dict[str, float], binding: str = "") -> list[str]:
-    """Returns a cell per resource; the one that binds is bold."""
-    cells = (f"{bounds[name]:,.0f}" if name in bounds else "" for name in RESOURCES)
-    return [f"**{cell}**" if name == binding else cell for name, cell in zip(RESOURCES, cells, strict=True)]
+        theirs = other["cycles"].get(name)
+        peer = [kernel.other, " / ".join(f"{each:,}" for each in theirs)] if theirs else ["", ""]
+        yield [*head, name, " / ".join(f"{run.cycles:,.0f}" for run in runs),
+               " / ".join(f"{run.utilisation:.0%}" for run in runs), *peer,
+               _ratio(reading, runs, other, theirs)]  # fmt: skip
 
 
 def _ratio(reading: Reading, runs, other: dict, theirs: list[float] | None) -> str:

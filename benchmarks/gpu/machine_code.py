@@ -146,10 +146,17 @@ def _lines(reading: Reading) -> Iterator[list[Cell]]:
     cells = [f"{bounds[name]:,.0f}" if name in bounds else "" for name in RESOURCES]
     cells = [f"**{cell}**" if name == binding else cell for name, cell in zip(RESOURCES, cells, strict=True)]
     instructions = " + ".join(str(work.instructions) for work in reading.roles)
-    head = [kernel.name, kernel.passes, instructions, reading.registers, reading.resources.spill_bytes, *cells]
+    head: list[Cell] = [
+        kernel.name,
+        kernel.passes,
+        instructions,
+        reading.registers,
+        reading.resources.spill_bytes,
+        *cells,
+    ]
     for name, runs in reading.cycles.items():
         theirs = other["cycles"].get(name)
-        peer = [kernel.other, " / ".join(f"{each:,}" for each in theirs)] if theirs else ["", ""]
+        peer: list[Cell] = [kernel.other, " / ".join(f"{each:,}" for each in theirs)] if theirs else ["", ""]
         yield [*head, name, " / ".join(f"{run.cycles:,.0f}" for run in runs),
                " / ".join(f"{run.utilisation:.0%}" for run in runs), *peer,
                _ratio(reading, runs, other, theirs)]  # fmt: skip
@@ -166,10 +173,10 @@ def _ratio(reading: Reading, runs, other: dict, theirs: list[float] | None) -> s
     return " / ".join(f"{cycles * share / run.cycles:.2f}" for cycles, run in zip(theirs, runs, strict=True))
 
 
-def _waiting_rows(reading: Reading) -> Iterator[tuple]:
+def _waiting_rows(reading: Reading) -> Iterator[list[Cell]]:
     for name, (turns, _) in reading.cycles.items():
         causes = [_longest(waiting) for waiting in turns.waiting]
-        yield (reading.kernel.name, name, *causes, *[""] * (3 - len(causes)))
+        yield [reading.kernel.name, name, *causes, *[""] * (3 - len(causes))]
 
 
 def _longest(waiting: dict[str, float]) -> str:

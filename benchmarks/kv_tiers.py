@@ -116,14 +116,14 @@ def _tables(
             time.sleep(0.01)
         drop_cache(folder)
 
-    copy = {"raw copy": lambda: np.copyto(out, values)}
-    storing = {"host memory": to_pool, "directory, unsynced": to_directory}
-    loading = {
+    copy: Cases = {"raw copy": lambda: np.copyto(out, values)}
+    storing: Cases = {"host memory": to_pool, "directory, unsynced": to_directory}
+    loading: Cases = {
         "raw O_DIRECT": lambda: list(threads.map(read_directly, range(count))),
         "directory, verified": from_directory,
         "tiers: disk to batches, and to host memory behind them": from_disk,
     }
-    from_memory = {"host memory": from_pool, "tiers: host memory to batches": through_tiers}
+    from_memory: Cases = {"host memory": from_pool, "tiers: host memory to batches": through_tiers}
     to_pool()
     return [
         ("Loading from host memory", "a raw copy in memory", copy | from_memory),

@@ -17,7 +17,7 @@ from benchmarks.gpu.children import program_of
 from benchmarks.record import Report, arguments, run
 from pallas_kernels import checks, gpus
 from pallas_kernels.backend import Backend
-from pallas_kernels.triton.resources import TritonResources, compile_kernel, traced_kernels
+from pallas_kernels.triton.resources import TracedKernel, TritonResources, compile_kernel, traced_kernels
 
 _TITLE = "Kernels of each operation: most registers, most KiB of shared memory"
 
@@ -37,7 +37,7 @@ def main(report: Report) -> int:
 
 def kernels(operation: str, gpu: gpus.GpuKind) -> Iterator[TritonResources]:
     """Yields the kernels of an operation's cases, each once, compiled for a GPU."""
-    found = {}
+    found: dict[str, TracedKernel] = {}
     for case in checks.OPERATIONS[operation].cases(Backend.TRITON, False):
         fn, shapes = program_of(case, Backend.TRITON)
         found |= {repr(kernel): kernel for kernel in traced_kernels(fn, *shapes, gpu=gpu)}

@@ -52,6 +52,7 @@ SMALL = dataclasses.replace(
     ),
 )  # fmt: skip
 SMALL_LLM = functools.partial(LLM, max_num_seqs=1, max_model_len=64, max_num_batched_tokens=64)
+GREEDY = {"greedy": {"temperature": 0.0}}
 ONE_ROW = {"max_num_seqs": 1, "max_model_len": 256, "max_num_batched_tokens": 64}
 
 
@@ -120,11 +121,11 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("launches", "--save {tmp}/step.hlo", {"compiled_step": lambda: COMPILED_TEXT}),
     ("precision", "--tokens 16", {"MODULES": ("bisect",), "SETTINGS": (("float32", "float32"),)}),
     ("routers", "--requests 2 --clients 0", {}),
-    ("speculative", "--drafts 1 --rounds 1 --tokens 4", {"SIZES": (1,), "LIMITS": ONE_ROW}),
+    ("speculative", "--drafts 1 --rounds 1 --tokens 4", {"SIZES": (1,), "LIMITS": ONE_ROW, "SAMPLING": GREEDY}),
     (
         "speculative",
         "--method dspark --synthetic 0.8 --drafts 1 --rounds 1 --tokens 4",
-        {"SIZES": (1,), "LIMITS": ONE_ROW, "SMALL_V4": ONE_LAYER, "initialize": zeros},
+        {"SIZES": (1,), "LIMITS": ONE_ROW, "SAMPLING": GREEDY, "SMALL_V4": ONE_LAYER, "initialize": zeros},
     ),
     (
         "structured",
@@ -168,7 +169,7 @@ def test_the_command_runs(
     if name != "first_start":  # that measures a start; elsewhere programs are compiled where one is launched
         monkeypatch.setattr(Engine, "warm_up", lambda engine: None)
     monkeypatch.setattr(corpus, "standard_library", lambda: Path(asyncio.__file__).parent)  # all of it takes 9 s
-    monkeypatch.setattr(instances, "LIMITS", [*instances.LIMITS, "--max_num_batched_tokens=64"])
+    monkeypatch.setattr(instances, "LIMITS", [*instances.LIMITS, "--max_num_seqs=1", "--max_num_batched_tokens=64"])
     monkeypatch.chdir(ROOT)
     report = Report()
     assert module.main(report) in (None, 0, 1)

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import engines, instances
+from benchmarks import checkpoint, engines, instances
 from benchmarks.record import Report
 from benchmarks.speculative import SMALL_V4
 from configs.tiny import TRAINING
@@ -102,7 +102,10 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     (
         "checkpoint",
         "--size_gb=0.02 --rounds=1 --directory={tmp}",
-        {"CASES": dict.fromkeys(("raw bf16", "hf bf16", "update bf16"), "bf16")},
+        {
+            "CASES": dict.fromkeys(("raw bf16", "hf bf16", "update bf16"), "bf16"),
+            "SIZES": checkpoint.SIZES | {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256},
+        },
     ),
     ("cluster_send", "--ranks 4 --rows 4 --followers 1 --steps 2", {}),
     (

@@ -2,21 +2,26 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.gpu.triton_kernels [--gpu 86,120] [--only decode]
 
-Compiles every kernel that the cases of `pallas_kernels.checks` launch, for every compute capability of
-`pallas_kernels/gpus.py`. A cell has the kernels of an operation, the most registers of a thread and the most KiB of
-shared memory. Exits with 1 if a kernel spills, or does not fit the shared memory of a program. It says nothing of
-speed: no GPU has run these kernels.
+Compiles every kernel that the cases of `pallas_kernels.checks` launch, and attention with other widths of heads, for
+every compute capability of `pallas_kernels/gpus.py`. A cell has the kernels of an operation, the most registers of a
+thread and the most KiB of shared memory. Exits with 1 if a kernel spills, or does not fit the shared memory of a
+program. It says nothing of speed: no GPU has run these kernels.
 """
 
+import functools
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
-from benchmarks.gpu.children import program_of
+import jax
+import jax.numpy as jnp
+
+from benchmarks.gpu.children import Program, program_of
 from benchmarks.record import Report, arguments, run
 from pallas_kernels import checks, gpus
 from pallas_kernels.backend import Backend
+from pallas_kernels.mla import mla_prefill, mla_prefill_topk
 from pallas_kernels.triton.resources import TracedKernel, TritonResources, compile_kernel, traced_kernels
 
 _TITLE = "Kernels of each operation: most registers, most KiB of shared memory"
@@ -35,13 +40,33 @@ def main(report: Report) -> int:
     return 1 if wrong else 0
 
 
-def kernels(operation: str, gpu: gpus.GpuKind) -> Iterator[TritonResources]:
-    """Yields the kernels of an operation's cases, each once, compiled for a GPU."""
-    found: dict[str, TracedKernel] = {}
-    for case in checks.OPERATIONS[operation].cases(Backend.TRITON, False):
-        fn, shapes = program_of(case, Backend.TRITON)
-        found |= {repr(kernel): kernel for kernel in traced_kernels(fn, *shapes, gpu=gpu)}
-    return (compile_kernel(kernel, gpu) for kernel in found.values())
+def kernels(operation: str, gpu: gpus.GpuKind, few: bool = False) -> Iterator[TritonResources]:
+    """Yields the kernels of an operation, each once, compiled for a GPU; if `few` the first and the last two."""
+    traced: dict[str, TracedKernel] = {}
+    for _, fn, shapes in programs(operation, Backend.TRITON):
+        traced |= {repr(kernel): kernel for kernel in traced_kernels(fn, *shapes, gpu=gpu)}
+    found = list(traced.values())
+    return (compile_kernel(kernel, gpu) for kernel in (found[:1] + found[1:][-2:] if few else found))
+
+
+def programs(operation: str, backend: Backend) -> Iterator[Program]:
+    """Yields the programs of an operation's cases, then attention with widths of heads that no case has."""
+    for case in checks.OPERATIONS[operation].cases(backend, False):
+        yield case.name, *program_of(case, backend)
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    if operation == "mla_prefill":
+        for keys, values in ((256, 256), (128, 128)):
+            shapes = *(array((4096, 16, width)) for width in (keys, keys, values)), ints((9,))
+            yield f"heads of {keys} and {values}", functools.partial(mla_prefill, scale=0.1, backend=backend), shapes
+    if operation == "mla_prefill_topk" and backend is Backend.TRITON:
+        T, K = 4096, 12288
+        arrays = array((T, 16, 256)), array((K, 16, 192)), array((K, 16, 256)), array((K, 64))
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, shared: jax.Array, *where: jax.Array) -> jax.Array:
+            return mla_prefill_topk(q, k, v, *where, scale=0.1, shared_key=shared, backend=backend)
+
+        yield "heads of 256 and 256", attend, (*arrays, ints((K // 32, T)), ints((T,)), ints((T,)))
 
 
 def _cell(operation: str, number: int) -> str:

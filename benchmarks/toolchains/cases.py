@@ -9,7 +9,6 @@ Exits with 0 if all passed, 1 if some failed, 2 if nothing can be compiled here.
 import ctypes
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import re
@@ -25,7 +24,6 @@ import jax.numpy as jnp
 from jax.experimental import serialize_executable
 
 from benchmarks.gpu import mla, triton_kernels
-from benchmarks.gpu.children import program_of
 from benchmarks.record import parser_of
 from configs.bundled import MODEL
 from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
@@ -56,7 +54,6 @@ MODELS = {
 TRITON_GPUS = ("A100", "L40S", "B200")
 _SYMBOLS = "MOSAIC_GPU_RUNTIME_LIB_PATH"
 _TOOL_SECONDS = 120
-_TRITON_KERNELS = 2
 _SAID = 300
 
 
@@ -97,12 +94,11 @@ type Cases = Iterator[tuple[str, Callable[[], Iterator[Row]]]]
 
 
 def mosaic_kernels() -> Cases:
-    """Yields attention with each of its plans, and the first and the last case of each operation, for an H200."""
+    """Yields attention with each of its plans, and programs of each operation, for an H200."""
     programs = list(mla.programs())
     for operation in checks.names(Backend.MOSAIC):
-        found = list(checks.OPERATIONS[operation].cases(Backend.MOSAIC, False))
-        chosen = {f"{operation}, {case.name}": case for case in (found[0], found[-1])}
-        programs += [(name, *program_of(case)) for name, case in chosen.items()]
+        found = list(triton_kernels.programs(operation, Backend.MOSAIC))
+        programs += [(f"{operation}, {name}", *program) for name, *program in found[:1] + found[1:][-2:]]
     for name, fn, arguments in programs:
         yield name, functools.partial(_resources, name, fn, arguments)
 
@@ -117,14 +113,13 @@ def _row(case: str, kernel: aot.KernelResources) -> Row:
 
 
 def triton_kernels_of(name: str) -> Cases:
-    """Yields the first kernels of each operation, compiled by Triton and assembled by the toolchain's ptxas."""
+    """Yields kernels of each operation, compiled by Triton and assembled by the toolchain's ptxas."""
     for operation in checks.names(Backend.TRITON):
         yield f"{operation}, {name}", functools.partial(_assembled, operation, name)
 
 
 def _assembled(operation: str, name: str) -> Iterator[Row]:
-    found = triton_kernels.kernels(operation, gpus.by_number(_number(aot.TARGETS[name])))
-    for kernel in itertools.islice(found, _TRITON_KERNELS):
+    for kernel in triton_kernels.kernels(operation, gpus.by_number(_number(aot.TARGETS[name])), few=True):
         architecture = re.search(r"^\.target (\w+)", kernel.ptx, flags=re.MULTILINE)
         assert architecture is not None, kernel.ptx[:300]
         with tempfile.TemporaryDirectory() as folder:

@@ -106,43 +106,24 @@ def costly(name: str) -> Callable[[int, float], int]:
     return attack
 
 
-def long_texts(port: int, until: float) -> int:
-    """Sends texts of 6 MiB and hangs up."""
-    body = json.dumps({"prompt": "word " * (6 * _MIB // 5), "max_tokens": 1}).encode()
-    with _connected(port) as connection:
-        connection.sendall(_head("/v1/completions", len(body)) + body)
-        time.sleep(0.1)
-    return 1
+def at_once(path: str, body: dict[str, Any], connections: int, waits_s: float | None) -> Callable[[int, float], int]:
+    """Returns an attack that sends a body over some connections at once, then waits and hangs up without reading.
 
+    Where `waits_s` is None it waits for the beginning of each answer.
+    """
+    data = json.dumps(body).encode()
 
-def chats(port: int, until: float) -> int:
-    """Sends conversations of 60 KiB and hangs up while they are rendered."""
-    body = json.dumps({"messages": [{"role": "user", "content": "x" * 60}] * 700, "max_tokens": 1}).encode()
-    with _connected(port) as connection:
-        connection.sendall(_head("/v1/chat/completions", len(body)) + body)
-    return 1
+    def attack(port: int, until: float) -> int:
+        with contextlib.ExitStack() as stack:
+            held = [stack.enter_context(_connected(port)) for _ in range(connections)]
+            for connection in held:
+                connection.sendall(_head(path, len(data)) + data)
+            for connection in held if waits_s is None else ():
+                connection.recv(100)
+            time.sleep(max(0.0, min(waits_s or 0.0, until - time.monotonic())))
+        return connections
 
-
-def unread(port: int, until: float) -> int:
-    """Asks for large answers and reads none of them."""
-    body = json.dumps({"prompt": [5, 6], "n": 16, "max_tokens": 400, "return_token_ids": True}).encode()
-    with contextlib.ExitStack() as stack:
-        for _ in range(4):
-            stack.enter_context(_connected(port)).sendall(_head("/v1/completions", len(body)) + body)
-        time.sleep(max(0.0, min(2.0, until - time.monotonic())))
-    return 4
-
-
-def many_messages(port: int, until: float) -> int:
-    """Asks for 50 valid conversations of 4,001 short messages at once: their templates take long."""
-    body = json.dumps({"messages": [{"role": "user", "content": "hello"}] * 4001, "max_tokens": 1}).encode()
-    with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(_connected(port)) for _ in range(50)]
-        for connection in held:
-            connection.sendall(_head("/v1/chat/completions", len(body)) + body)
-        for connection in held:
-            connection.recv(100)
-    return len(held)
+    return attack
 
 
 def small(*bodies: bytes) -> Callable[[int, float], int]:
@@ -174,10 +155,16 @@ ATTACKS: dict[str, Callable[[int, float], int]] = {
     "1-byte chunks": tiny_chunks,
     "half heads": half_heads,
     **{name: costly(name) for name in requests()},
-    "6 MiB texts, hung up": long_texts,
-    "60 KiB chats, hung up": chats,
-    "4,001 messages, 100 at once": many_messages,
-    "large answers, unread": unread,
+    "6 MiB texts, hung up": at_once(_COMPLETIONS, {"prompt": "word " * (6 * _MIB // 5), "max_tokens": 1}, 1, 0.1),
+    "60 KiB chats, hung up": at_once(
+        _CHAT, {"messages": [{"role": "user", "content": "x" * 60}] * 700, "max_tokens": 1}, 1, 0.0
+    ),
+    "4,001 messages, 100 at once": at_once(
+        _CHAT, {"messages": [{"role": "user", "content": "hello"}] * 4001, "max_tokens": 1}, 50, None
+    ),
+    "large answers, unread": at_once(
+        _COMPLETIONS, {"prompt": [5, 6], "n": 16, "max_tokens": 400, "return_token_ids": True}, 4, 2.0
+    ),
     "NaN": small(b'{"prompt":[5],"max_tokens":1,"foo":NaN}'),
     "parameters at their bounds": small(
         b'{"prompt":[5],"max_tokens":1,"repetition_penalty":1e-38}',

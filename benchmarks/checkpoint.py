@@ -37,6 +37,12 @@ READ_BYTES = 4 << 20
 THREADS = 8
 CASES = {f"{what} {name}": name for name in ("bf16", "fp8") for what in ("raw", "hf", "update")}
 """The checkpoint that a case reads."""
+SIZES: dict[str, Any] = {
+    "vocab_size": 32_000, "hidden_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 16,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": 1536,
+    "intermediate_size": 8192, "moe_intermediate_size": 1408, "num_experts_per_tok": 2, "n_routed_experts": 4,
+}  # fmt: skip
+"""Of the model; the number of experts follows from `--size_gb`."""
 
 
 def main(report: Report) -> None:
@@ -68,11 +74,7 @@ def make(root: Path, size_gb: float) -> None:
     from dsv3.config.model import Fp8Config, ModelConfig
     from dsv3.model.params import Fp8Weight, declare
 
-    sizes: dict[str, Any] = {
-        "vocab_size": 32_000, "hidden_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 16,
-        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": 1536,
-        "intermediate_size": 8192, "moe_intermediate_size": 1408, "num_experts_per_tok": 2, "n_routed_experts": 4,
-    }  # fmt: skip
+    sizes = dict(SIZES)
     expert = 3 * sizes["hidden_size"] * sizes["moe_intermediate_size"] * 2 * 2
     sizes["n_routed_experts"] = max(4, round((size_gb * 1e9 - 0.5e9) / expert))
     block = np.random.default_rng(0).normal(size=1 << 20).astype(ml_dtypes.bfloat16)

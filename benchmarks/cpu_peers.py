@@ -12,10 +12,11 @@ ones). The load generator of `tools.bench` measures one after the other, in turn
 interpreter that has transformers and torch generates the same numbers of tokens in batches, once per dtype except fp8:
 its sequences start and end together, the best case of a batch. Without `--model` all of them run the bundled model.
 
-Per peer and number of requests: output tokens per second (their tokens over the median time of a request, its prompt
-included), and the time to the first token of a prompt of `--long` tokens. Ratios are the first peer's over each other
-one's, the median of the rounds and their range; above 1 the first is faster. Last comes the share of the memory's speed
-at one request: bytes of the weights that a token needs, over what a copy by all cores moves (both ways) meanwhile.
+Per peer and number of `--requests`: output tokens per second (their tokens over the median time of a request, its
+prompt included, of `--tokens` each), and the time to the first token of a prompt of `--long` tokens. Ratios are the
+first peer's over each other one's, the median of the rounds and their range; above 1 the first is faster. Last comes
+the share of the memory's speed at one request: bytes of the weights that a token needs, over what a copy by all cores
+moves (both ways) meanwhile.
 
 `--greedy` compares greedy tokens in float32: whether both compute the same model. FILE is the model as
 `benchmarks/to_gguf.py` writes it in f32. llama-server cannot draw an end token here, and this engine goes on behind
@@ -44,7 +45,7 @@ import numpy as np
 
 from benchmarks.cpu_step import COPIED_BYTES, RANDOM, Copy, timed, weight_bytes
 from benchmarks.instances import SERVE, serving
-from benchmarks.record import Report, parser_of, run, spread
+from benchmarks.record import Report, arguments, run, spread
 from dsv3.checkpoint import save_hf
 from dsv3.checkpoint.quantize import quantize_stack_shapes
 from dsv3.config.hugging_face import load_config
@@ -106,17 +107,17 @@ def make(directory: Path, layers: int) -> None:
         shutil.copy(bundled_model() / name, directory / name)
 
 
-def servers(arguments: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+def servers(given: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     """Returns the commands of the servers to compare without the port, by their names in the tables, ours first."""
-    python = (*SERVE, f"--model={arguments.model}", *LIMITS, f"--max_model_len={arguments.long + 512}")
-    ours = {f"ours {dtype}": (*python, *FORMATS.get(dtype, (f"--dtype={dtype}",))) for dtype in arguments.dtypes}
-    context = 16 * (arguments.long + 512)
-    llama = (str(arguments.llama_server), "--parallel", "16", "--ctx-size", str(context), "--cache-ram", "0",
+    python = (*SERVE, f"--model={given.model}", *LIMITS, f"--max_model_len={given.long + 512}")
+    ours = {f"ours {dtype}": (*python, *FORMATS.get(dtype, (f"--dtype={dtype}",))) for dtype in given.dtypes}
+    context = 16 * (given.long + 512)
+    llama = (str(given.llama_server), "--parallel", "16", "--ctx-size", str(context), "--cache-ram", "0",
              "--no-webui", "--host", "127.0.0.1")  # fmt: skip
     return ours | {
-        f"llama.cpp {gguf.stem} {setting}".strip(): (*llama, *shlex.split(setting), "--model", str(gguf))
-        for gguf in arguments.gguf
-        for setting in arguments.llama_settings
+        f"llama.cpp {Path(gguf).stem} {setting}".strip(): (*llama, *shlex.split(setting), "--model", gguf)
+        for gguf in given.gguf
+        for setting in given.llama_settings
     }
 
 
@@ -171,17 +172,17 @@ def generated(generate: Generate, vocab_size: int, cell: Load, seed: int) -> flo
     return cell.requests * answer / seconds
 
 
-def greedy(report: Report, arguments: argparse.Namespace) -> None:
+def greedy(report: Report, given: argparse.Namespace) -> None:
     """Reports for each of four random prompts how many greedy tokens are the llama-server's."""
-    vocab_size = load_config(arguments.model).vocab_size
+    vocab_size = load_config(given.model).vocab_size
     prompts = np.random.default_rng(0).integers(10, vocab_size, (4, 24)).tolist()
     options = {"temperature": 0, "top_k": 1, "return_tokens": True, "ignore_eos": True, "n_predict": 32}
-    command = (str(arguments.llama_server), "--model", str(arguments.gguf[0]), "--flash-attn", "off", "--no-webui",
+    command = (str(given.llama_server), "--model", given.gguf[0], "--flash-attn", "off", "--no-webui",
                "--threads", str(os.cpu_count()), "--ctx-size", "2048", "--host", "127.0.0.1")  # fmt: skip
     with serving(command=command) as server:
         answers = [httpx.post(f"{server.url}/completion", json=options | {"prompt": p}, timeout=300) for p in prompts]
         theirs = [answer.raise_for_status().json()["tokens"] for answer in answers]
-    llm = LLM(arguments.model, dtype="float32", max_model_len=512, progress=False)
+    llm = LLM(given.model, dtype="float32", max_model_len=512, progress=False)
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
     rows = []
     for output, other in zip(outputs, theirs, strict=True):
@@ -192,74 +193,61 @@ def greedy(report: Report, arguments: argparse.Namespace) -> None:
 
 
 def main(report: Report) -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--make", type=Path)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--model", type=Path, default=bundled_model())
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="or fp8")
-    parser.add_argument("--llama-server", type=Path)
-    parser.add_argument("--gguf", type=Path, nargs="+", default=[])
     settings = ["", f"--flash-attn on --threads {os.cpu_count()}"]
-    parser.add_argument("--llama-settings", nargs="+", default=settings, help="one server each")
-    parser.add_argument("--transformers-python", type=Path, help="an interpreter that has transformers and torch")
-    parser.add_argument("--greedy", action="store_true", help="compare tokens, not speed")
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--tokens", type=int, default=128, help="of a prompt and of an answer")
-    parser.add_argument("--long", type=int, default=1024, help="tokens of the prompt whose first token is timed")
-    parser.add_argument("--repeats", type=int, default=2, help="requests one after the other, of each one at once")
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    if arguments.make:
-        make(arguments.make, arguments.layers)
-        return
-    if bool(arguments.llama_server) != bool(arguments.gguf):
-        parser.error("--llama-server and --gguf go together")
-    (greedy if arguments.greedy else compare)(report, arguments)
+    given = arguments(
+        __doc__, make=Path, layers=12, model=bundled_model(), dtypes=("bfloat16", "float32"), llama_server=Path,
+        gguf=[], llama_settings=settings, transformers_python=Path, greedy=False, requests=(1, 4, 16), tokens=128,
+        long=1024, repeats=2, rounds=3,
+    )  # fmt: skip
+    if given.make:
+        make(given.make, given.layers)
+    elif bool(given.llama_server) != bool(given.gguf):
+        raise SystemExit("--llama-server and --gguf go together")
+    else:
+        (greedy if given.greedy else compare)(report, given)
 
 
-def peers(arguments: argparse.Namespace, vocab_size: int, stack: contextlib.ExitStack) -> dict[str, Measure]:
+def peers(given: argparse.Namespace, vocab_size: int, stack: contextlib.ExitStack) -> dict[str, Measure]:
     """Starts the peers, ours first; `stack` ends them."""
     found: dict[str, Measure] = {
         name: partial(served, stack.enter_context(serving(command=command)).url, vocab_size)
-        for name, command in servers(arguments).items()
+        for name, command in servers(given).items()
     }
-    for dtype in arguments.dtypes if arguments.transformers_python else ():
+    for dtype in given.dtypes if given.transformers_python else ():
         if dtype not in FORMATS:
-            generate = stack.enter_context(generating(arguments.transformers_python, arguments.model, dtype))
+            generate = stack.enter_context(generating(given.transformers_python, given.model, dtype))
             found[f"transformers {dtype}"] = partial(generated, generate, vocab_size)
     return found
 
 
-def compare(report: Report, arguments: argparse.Namespace) -> None:
+def compare(report: Report, given: argparse.Namespace) -> None:
     """Runs all rounds and reports speeds, ratios, and shares of the memory's speed."""
-    cfg = load_config(arguments.model)
-    cells = [Load(n, arguments.tokens, arguments.tokens, arguments.repeats) for n in arguments.requests]
-    cells.append(Load(1, arguments.long, 2, 2, first=True))
+    cfg = load_config(given.model)
+    cells = [Load(n, given.tokens, given.tokens, given.repeats) for n in given.requests]
+    cells.append(Load(1, given.long, 2, 2, first=True))
     with contextlib.ExitStack() as stack:
-        measures = peers(arguments, cfg.vocab_size, stack)
+        measures = peers(given, cfg.vocab_size, stack)
         for measure in measures.values():  # what is slow once: pages of memory that are new
-            measure(cells[0], arguments.rounds)
-        copies, figures = [], np.zeros((arguments.rounds, len(measures), len(cells)))
-        for r in range(arguments.rounds):
+            measure(cells[0], given.rounds)
+        copies, figures = [], np.zeros((given.rounds, len(measures), len(cells)))
+        for r in range(given.rounds):
             copies.append(timed(Copy(), 3)[0])
             for c, cell in enumerate(cells):
                 figures[r, :, c] = [measure(cell, r * len(cells) + c) for measure in measures.values()]
     middle, names = np.median(figures, axis=0), list(measures)
-    titles = [f"{n} at once" for n in arguments.requests]
-    speeds = [f"{title} (tokens/s)" for title in titles] + [f"first of {arguments.long} (ms)"]
+    titles = [f"{n} at once" for n in given.requests]
+    speeds = [f"{title} (tokens/s)" for title in titles] + [f"first of {given.long} (ms)"]
     lines = ([name, *each[:-1], 1e3 / each[-1]] for name, each in zip(names, middle, strict=True))
     report.table("Speed", ["peer", *speeds], lines)
     ratios = figures[:, :1] / figures
     lines = ([f"{names[0]} / {name}", *map(spread, ratios[:, p].T)] for p, name in enumerate(names) if p)
     if len(names) > 1:
-        report.table("Ratios", ["speed over", *titles, f"first of {arguments.long}"], lines)
+        report.table("Ratios", ["speed over", *titles, f"first of {given.long}"], lines)
     chosen = np.tile(np.arange(cfg.n_routed_experts) < cfg.num_experts_per_tok, (cfg.num_moe_layers, 1))
     moved = 2 * COPIED_BYTES / statistics.median(copies)
-    needed = [weight_bytes(shapes(cfg, dtype), chosen) for dtype in arguments.dtypes]
-    rates = (speed / arguments.requests[0] for speed in middle[:, 0])
-    lines = (
-        [d, each / 1e6, rate * each / moved] for d, each, rate in zip(arguments.dtypes, needed, rates, strict=False)
-    )
+    needed = [weight_bytes(shapes(cfg, dtype), chosen) for dtype in given.dtypes]
+    rates = (speed / given.requests[0] for speed in middle[:, 0])
+    lines = ([d, each / 1e6, rate * each / moved] for d, each, rate in zip(given.dtypes, needed, rates, strict=False))
     title = f"Ours, of the memory's speed ({moved / 1e9:.1f} GB/s)"
     report.table(title, ["type", "MB per token", f"share at {titles[0]}"], lines)
 

@@ -39,8 +39,7 @@ import uvloop
 from tokenizers import decoders, models, pre_tokenizers
 
 from benchmarks.instances import processor_s
-from benchmarks.record import Cell, Report, run
-from benchmarks.request_trace import Collector
+from benchmarks.record import Cell, Report, arguments, run
 from dsv3.config.options import EngineOptions
 from dsv3.config.server_options import ServerOptions
 from dsv3.engine.step_log import EngineSnapshot, StepLog
@@ -49,6 +48,7 @@ from dsv3.scheduler.timing import RequestTiming
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.messages import EngineInfo
 from dsv3.server.http.api_server import bind, serve
+from tests.dsv3.server.collector import Collector
 
 TABLE = ((128, 20.0), (1000, 5.0), (10_000, 0.25))
 STEPS = 10_000
@@ -65,27 +65,20 @@ _TRACES_S = 1.5  # in which the last traces are sent
 
 def main(report: Report) -> int:
     """Reports the table; exit status 0 means that no token was lost."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, help="run one size alone: this many streams")
-    parser.add_argument("--rate", type=float, default=10.0, help="tokens per second of each stream")
-    parser.add_argument("--servers", type=int, default=1, help="API server processes")
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--traces", type=int, help="compare without and with traces, this many times")
-    parser.add_argument("--kind", choices=("chat", "completions"), default="chat")
-    parser.add_argument("--role", nargs=2, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.role:
-        role, settings = arguments.role[0], json.loads(arguments.role[1])
-        return uvloop.run({"server": _serve, "clients": _run_clients}[role](settings))
-    sizes = [(arguments.streams, arguments.rate)] if arguments.streams else TABLE
-    if arguments.traces:
+    given = arguments(
+        __doc__, streams=int, rate=10.0, servers=1, seconds=10.0, traces=int, kind="chat", role=None, settings=None
+    )
+    if given.role:
+        return uvloop.run({"server": _serve, "clients": _run_clients}[given.role](json.loads(given.settings)))
+    sizes = [(given.streams, given.rate)] if given.streams else TABLE
+    if given.traces:
         columns = ["streams", "tokens of each", "traces", "processor per token while all run (us)", "more (%)",
                    "over their lives (us)", "more (%)", "lost"]  # fmt: skip
-        rows = (row for size in sizes for row in _compare(*size, arguments))
+        rows = (row for size in sizes for row in _compare(*size, given))
         return int(any(row[-1] for row in report.table("Traces", columns, rows).rows))
     columns = ["streams", "tokens per second of each", "API servers", "tokens/s", "processor per token (us)",
                "latency p50 (ms)", "p99 (ms)", "memory per stream (KiB)", "lost"]  # fmt: skip
-    table = report.table(f"Streams of {arguments.kind}", columns, (_measure(*size, arguments).row for size in sizes))
+    table = report.table(f"Streams of {given.kind}", columns, (_measure(*size, given).row for size in sizes))
     return int(any(row[-1] for row in table.rows))
 
 
@@ -174,7 +167,7 @@ def _memory(processes: list[psutil.Process]) -> int:
 
 
 def _start(role: str, settings: dict) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.front", "--role", role, json.dumps(settings)]
+    command = [sys.executable, "-m", "benchmarks.front", "--role", role, "--settings", json.dumps(settings)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

@@ -6,13 +6,12 @@ It compiles the engine's program for FP8 experts and 64 requests per GPU, withou
 `triton`. `--save` writes the compiled program's text.
 """
 
-import argparse
 import dataclasses
 import re
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.record import Report, run
+from benchmarks.record import Report, arguments, run
 from configs.deepseek_v4 import DEEPSEEK_V4_FLASH
 from configs.deployments import V4_FLASH_4XH200
 from pallas_kernels import bodies
@@ -23,12 +22,9 @@ _SCOPES = ("compressor", "indexer", "output", "attend")  # parts of attention, b
 
 
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--save", type=Path, help="file for the text of the compiled program")
-    args = parser.parse_args()
-    text = compiled_step()
-    if args.save is not None:
-        args.save.write_text(text)
+    file, text = arguments(__doc__, save=Path).save, compiled_step()
+    if file is not None:
+        file.write_text(text)
     layers, found = DEEPSEEK_V4_FLASH.num_hidden_layers, list(hlo.launches(hlo.parse(text)))
     total = sum(times for _, times in found)
     stages, kinds = Counter[str](), Counter[tuple[str, str]]()

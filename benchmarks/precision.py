@@ -1,17 +1,11 @@
-"""What rounding costs: pages of each type and FP8 products on real text, and the forms that INT4 experts are served in.
+"""What rounding costs on real text: pages of each type, and FP8 products.
 
     JAX_PLATFORMS=cpu python -m benchmarks.precision [--model DIR] [--tokens 512] [--fp8 quantize]
-    JAX_PLATFORMS=cpu python -m benchmarks.precision --int4
 
 Eight modules of the standard library are decoded token by token, each token given (teacher forcing), so that attention
 reads everything from pages. The yardstick is float32 with float32 pages. A row of the table compares, at every
 position, the log-probability of the token that follows and the most likely token. `--fp8 quantize` rounds the products
 of all rows to FP8 besides, weights and activations, and leaves the yardstick as it is.
-
-`--int4` takes one expert of Kimi-K2's sizes, of random normal weights, once of one size everywhere and once with scale
-groups whose sizes are log-normal (sigma 1). It is quantized to INT4 with a scale per 32 columns; those values are the
-yardstick, in float32. Each form of them computes SwiGLU of random rows as `dsv3.model.layers.experts.moe` does when
-serving. An error is the root mean square of the differences over that of the yardstick.
 """
 
 import dataclasses
@@ -19,7 +13,7 @@ import functools
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +23,12 @@ from jax import lax
 from benchmarks.record import Cell, Report, arguments, run
 from dsv3.checkpoint import load_params
 from dsv3.checkpoint.load_plan import Fp8Mode
-from dsv3.checkpoint.quantize import Int4Mode, convert_int4
 from dsv3.config.engine import pages_for
 from dsv3.config.hugging_face import load_config
 from dsv3.config.model import FP8, ModelConfig
 from dsv3.engine.build import bundled_model
 from dsv3.kv_cache.layout import Pool, pool, row_bytes
-from dsv3.model import DecodeBatch, decode, logits
-from dsv3.model.layers.experts import ExpertLayer, moe
-from dsv3.model.layers.linear import Numerics
-from dsv3.model.layers.router import Routing
-from dsv3.model.params import Int4Weight, MoeParams, Params
+from dsv3.model import DecodeBatch, Params, decode, logits
 from dsv3.text.tokenizer import Tokenizer
 
 MODULES = ("argparse", "bisect", "calendar", "configparser", "fractions", "heapq", "statistics", "textwrap")
@@ -53,13 +42,6 @@ SETTINGS = (
     ("bfloat16", FP8),
 )
 """Types of activations and of pages."""
-HIDDEN, INNER = 7168, 2048
-FORMS: dict[str, tuple[Int4Mode, jnp.dtype]] = {
-    "float32, the yardstick": ("dequantize", jnp.dtype(jnp.float32)),
-    "bfloat16": ("dequantize", jnp.dtype(jnp.bfloat16)),
-    "INT4, activations bfloat16": ("keep", jnp.dtype(jnp.bfloat16)),
-    "FP8, activations too": ("fp8", jnp.dtype(jnp.bfloat16)),
-}
 
 
 class Reading(NamedTuple):
@@ -114,50 +96,8 @@ def texts(tokenizer: Tokenizer, count: int) -> np.ndarray:
     return np.array(rows, np.int32)
 
 
-def int4_weight(rng: np.random.Generator, n: int, k: int, sigma: float) -> tuple[Int4Weight, float]:
-    """Returns random weights [1, 1, n, k] as INT4, and the error of that."""
-    sizes = np.exp(sigma * rng.standard_normal((n, k // 32, 1), np.float32)) * k**-0.5
-    groups = rng.standard_normal((n, k // 32, 32), np.float32) * sizes
-    scale = jnp.asarray(np.abs(groups).max(-1) / 7.5, jnp.bfloat16)
-    values = np.clip(np.round(groups / np.asarray(scale, np.float32)[..., None]), -8, 7)
-    error = relative(values * np.asarray(scale, np.float32)[..., None], groups)
-    bits = (values.astype(np.int32) + 8).view(np.uint32).reshape(n, -1, 8, 32)  # [n, runs, scale groups, words]
-    words = sum(bits[:, :, group] << np.uint32(4 * group) for group in range(8))
-    return Int4Weight(jnp.asarray(words.view(np.int32).reshape(1, 1, n, k // 8)), scale.T[None, None]), error
-
-
-def relative(got: np.ndarray, wanted: np.ndarray) -> float:
-    """Returns the root mean square of the differences over that of `wanted`."""
-    return float(np.sqrt(np.mean((got - wanted) ** 2) / np.mean(wanted**2)))
-
-
-def compare_int4(report: Report, sigma: float, rows: int) -> None:
-    """Reports the table for one kind of weights."""
-    rng = np.random.default_rng(0)
-    weights = [int4_weight(rng, *shape, sigma) for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER))]
-    in_a_file = [Int4Weight(weight.data, jnp.swapaxes(weight.scale, -1, -2)) for weight, _ in weights]
-    routing = Routing(jnp.zeros((rows, 1), jnp.int32), jnp.ones((rows, 1)))
-    outputs: list[np.ndarray] = []
-
-    def lines() -> Iterator[list[Cell]]:
-        for name, (mode, dtype) in FORMS.items():
-            x = jax.random.normal(jax.random.key(0), (rows, HIDDEN)).astype(jnp.bfloat16).astype(dtype)
-            params = MoeParams(None, None, *(convert_int4(each, mode, dtype) for each in in_a_file), None)
-            step: Any = jax.jit(lambda params, x: moe(x, routing, ExpertLayer(params, 0, Numerics()))[0])
-            outputs.append(np.asarray(step(params, x), np.float32))
-            nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / (3 * HIDDEN * INNER)
-            yield [name, nbytes, 100 * relative(outputs[-1], outputs[0])]
-
-    title = f"Scale groups of sigma {sigma}; INT4 differs from the weights before it by {weights[0][1]:.2%}"
-    report.table(title, ["form", "bytes per weight", "error of outputs (%)"], lines())
-
-
 def main(report: Report) -> None:
-    args = arguments(__doc__, model=bundled_model(), tokens=512, fp8="dequantize", int4=False)
-    if args.int4:
-        for sigma in (0.0, 1.0):
-            compare_int4(report, sigma, rows=16)
-        return
+    args = arguments(__doc__, model=bundled_model(), tokens=512, fp8="dequantize")
     cfg = dataclasses.replace(load_config(args.model), num_nextn_predict_layers=0)
     tokens = texts(Tokenizer.from_directory(args.model), args.tokens)
 

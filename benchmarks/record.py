@@ -115,21 +115,22 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def arguments(doc: str | None, /, **defaults: Any) -> argparse.Namespace:
-    """Reads the command line, with a flag for each keyword.
+    """Reads the command line, with a flag for each keyword; `doc`, its `--help`, says what each means.
 
-    A flag has the type of its default; False is a switch, a tuple takes several values, None a text, and a type a value
-    of that type or None.
+    A flag has the type of its default; False is a switch, a tuple or list takes several values (of `[]`: texts), None
+    a text, and a type a value of that type or None. Words are joined by "_" or "-".
     """
     parser = parser_of(doc)
     for name, default in defaults.items():
+        flags = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
         if default is False:
-            parser.add_argument(f"--{name}", action="store_true")
-        elif isinstance(default, tuple):
-            parser.add_argument(f"--{name}", nargs="+", type=type(default[0]), default=list(default))
+            parser.add_argument(*flags, action="store_true")
+        elif isinstance(default, tuple | list):
+            parser.add_argument(*flags, nargs="+", type=type(next(iter(default), "")), default=list(default))
         elif isinstance(default, type) or default is None:
-            parser.add_argument(f"--{name}", type=default or str)
+            parser.add_argument(*flags, type=default or str)
         else:
-            parser.add_argument(f"--{name}", type=type(default), default=default)
+            parser.add_argument(*flags, type=type(default), default=default)
     return parser.parse_args()
 
 

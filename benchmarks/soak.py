@@ -1,15 +1,15 @@
-"""Streams from a running server with many clients, of which a fifth hang up half-way, and checks that nothing is left.
+"""Streams from a running server with many clients, and checks that nothing is left.
 
   python -m launch.serve &
   python -m benchmarks.soak --seconds 120 --server_pid $!
   python -m benchmarks.soak --seconds 1800 --server_pid $! --hostile
 
-At the end no request may run or wait, no page may be in use, and nothing may have been compiled. With --server_pid the
-resident memory of the server's processes may grow by at most --max_growth_mib from the middle third of the run to its
-last third, and none of the descriptors may be left that they opened meanwhile; a worker that starts under load brings
-its own. With --hostile all attacks of `benchmarks.attacks` are made meanwhile, one after the other; no honest request
-may fail or be refused, and the goal of `benchmarks.hostile` is kept. Exit status 0 means that all of this
-holds.
+A share --disconnects of the requests hangs up half-way. At the end no request may run or wait, no page may be in use,
+and nothing may have been compiled. With --server_pid the resident memory of the server's processes may grow by at most
+--max_growth_mib from the middle third of the run to its last third, and none of the descriptors may be left that they
+opened meanwhile; a worker that starts under load brings its own. With --hostile all attacks of `benchmarks.attacks`, or
+those that --attack names, are made meanwhile, one after the other for --attack_seconds; then no honest request may fail
+or be refused, and the goal of `benchmarks.hostile` is kept. Exit status 0 means that all of this holds.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import psutil
 from benchmarks.attacks import ATTACKS
 from benchmarks.hostile import Felt, Siege, memory, percentiles
 from benchmarks.hostile import problems as problems_of
-from benchmarks.record import Cell, Report, parser_of, run
+from benchmarks.record import Cell, Report, arguments, run
 from dsv3.http_client import Address, Client
 from tools.bench.stream import RequestRecord, complete
 
@@ -73,19 +73,11 @@ class Totals:
 
 
 def main(report: Report) -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--api_key")
-    parser.add_argument("--clients", type=int, default=64, help="concurrent streaming clients")
-    parser.add_argument("--seconds", type=float, default=120.0, help="for which clients start new requests")
-    parser.add_argument("--disconnects", type=float, default=0.2, help="share of requests whose client hangs up")
-    parser.add_argument("--max_tokens", type=int, default=64, help="of the longest answer")
-    parser.add_argument("--server_pid", type=int, help="process id of the server, whose memory is watched")
-    parser.add_argument("--max_growth_mib", type=float, default=32.0, help="by which resident memory may grow")
-    parser.add_argument("--hostile", action="store_true", help="attack the server meanwhile")
-    parser.add_argument("--attack_seconds", type=float, default=10.0, help="of each attack, before the next one")
-    parser.add_argument("--attack", action="append", default=[], help="make only this attack; may be repeated")
-    return asyncio.run(_soak(report, parser.parse_args()))
+    given = arguments(
+        __doc__, url="http://127.0.0.1:8000", api_key=None, clients=64, seconds=120.0, disconnects=0.2, max_tokens=64,
+        server_pid=int, max_growth_mib=32.0, hostile=False, attack_seconds=10.0, attack=[],
+    )  # fmt: skip
+    return asyncio.run(_soak(report, given))
 
 
 async def _soak(report: Report, given: argparse.Namespace) -> int:

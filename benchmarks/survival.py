@@ -17,7 +17,6 @@ comes back, and the instance grows after `--cluster_grow_interval` (5 s). All of
 others have no programs for one process fewer yet.
 """
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
@@ -39,7 +38,7 @@ import httpx
 import psutil
 
 from benchmarks.instances import LIMITS, ROOT, Instance, free_port, key_file, processor_s, serving
-from benchmarks.record import Cell, Report, run
+from benchmarks.record import Cell, Report, arguments, run
 
 CLIENTS = 32
 TOKENS = 320
@@ -66,7 +65,7 @@ class Place:
 
     def victim(self, i: int) -> psutil.Process:
         """Returns the process that follows on host i + 1."""
-        return follower_of(self.supervisors[i])
+        return oldest(psutil.Process(self.supervisors[i].pid).children())
 
     def end(self) -> None:
         """Kills all of them."""
@@ -80,16 +79,9 @@ Body = dict[str, object]
 
 def bodies() -> list[Body]:
     """Returns the requests: half of them greedy, half sampled."""
+    common: Body = {"max_tokens": TOKENS, "ignore_eos": True, "stream": True}
     return [
-        {
-            "prompt": f"def function_{i}(values):\n    ",
-            "max_tokens": TOKENS,
-            "temperature": i % 2,
-            "seed": i,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        for i in range(CLIENTS)
+        {"prompt": f"def function_{i}(values):\n    ", "temperature": i % 2, "seed": i} | common for i in range(CLIENTS)
     ]
 
 
@@ -121,9 +113,9 @@ def engine_processes(instance: Instance) -> list[psutil.Process]:
     return [child for child in children if "dsv3.server.engine.process" in child.cmdline()]
 
 
-def engine_of(instance: Instance) -> psutil.Process:
-    """Returns the oldest of them: that of the engine that the server has now, where there is one."""
-    return min(engine_processes(instance), key=lambda child: child.create_time())
+def oldest(processes: list[psutil.Process]) -> psutil.Process:
+    """Returns the process that works now; younger ones wait to take its place."""
+    return min(processes, key=lambda process: process.create_time())
 
 
 async def are_up(http: httpx.AsyncClient) -> bool:
@@ -133,69 +125,54 @@ async def are_up(http: httpx.AsyncClient) -> bool:
     return not _DOWN.search((await http.get("/metrics")).text)
 
 
-def follower_of(supervisor: subprocess.Popen[bytes]) -> psutil.Process:
-    """Returns the process that follows; a younger one waits to take its place."""
-    return min(psutil.Process(supervisor.pid).children(), key=lambda child: child.create_time())
-
-
-def engines(instance: Instance) -> dict[int, float]:
-    """Returns the processor seconds of each of them."""
-    return {child.pid: processor_s(child) for child in engine_processes(instance)}
-
-
 async def restarted(
     http: httpx.AsyncClient, instance: Instance, strike: Callable[[], None], after_s: float
 ) -> tuple[float, float, float]:
     """Strikes; returns when that was, and the seconds and processor seconds until the next engine was ready."""
     await asyncio.sleep(after_s)
-    before = engines(instance)
+    before = {child.pid: processor_s(child) for child in engine_processes(instance)}
     strike()
     struck_at = time.monotonic()
     for is_up in (False, True):
         while await are_up(http) != is_up:
             await asyncio.sleep(_HEALTH_S)
-    seconds, engine = time.monotonic() - struck_at, engine_of(instance)
+    seconds, engines = time.monotonic() - struck_at, engine_processes(instance)
+    engine = oldest(engines)
     if "dsv3:engine_up" in (await http.get("/metrics")).text:  # without spares: the next process is the youngest
-        engine = max(engine_processes(instance), key=lambda child: child.create_time())
+        engine = max(engines, key=lambda child: child.create_time())
     return struck_at, seconds, processor_s(engine) - before.get(engine.pid, 0.0)
-
-
-@dataclasses.dataclass
-class Run:
-    """A server under the same streams again and again, and the texts of a run in which nothing happens."""
-
-    http: httpx.AsyncClient
-    instance: Instance
-    undisturbed: list[str]
-
-    async def strike(self, what: str, strike: Callable[[], None], after_s: float) -> list[Cell]:
-        """Returns the line of a strike while streams run."""
-        striking = asyncio.create_task(restarted(self.http, self.instance, strike, after_s))
-        found = await asyncio.gather(*(stream(self.http, body) for body in bodies()))
-        struck_at, ready_s, used_s = await striking
-        pauses = [each for _, times in found if (each := pause(times, struck_at)) is not None] or [0.0]
-        differ = sum(text != other for (text, _), other in zip(found, self.undisturbed, strict=True))
-        return [what, after_s, ready_s, used_s, len(pauses), statistics.median(pauses), max(pauses), differ]
 
 
 async def measure(
     instance: Instance, kills: int, number: int, place: Place, away: bool
 ) -> tuple[float, list[list[Cell]]]:
     """Returns the seconds of an undisturbed run and a line per kill; victims take turns, and get signal `number`."""
-    victims = [functools.partial(engine_of, instance)]
+    victims: list[Callable[[], psutil.Process]] = [lambda: oldest(engine_processes(instance))]
     victims += [functools.partial(place.victim, i) for i in range(len(place.supervisors))]
     limits = httpx.Limits(max_connections=None)
+    lines: list[list[Cell]] = []
     async with httpx.AsyncClient(base_url=instance.url, timeout=600, limits=limits) as http:
         began = time.monotonic()
         undisturbed = [text for text, _ in await asyncio.gather(*(stream(http, body) for body in bodies()))]
-        run, seconds, lines = Run(http, instance, undisturbed), time.monotonic() - began, []
+        seconds = time.monotonic() - began
+
+        async def strike(what: str, act: Callable[[], None], after_s: float) -> None:
+            """Adds the line of a strike while streams run."""
+            striking = asyncio.create_task(restarted(http, instance, act, after_s))
+            found = await asyncio.gather(*(stream(http, body) for body in bodies()))
+            struck_at, ready_s, used_s = await striking
+            pauses = [each for _, times in found if (each := pause(times, struck_at)) is not None] or [0.0]
+            differ = sum(text != other for (text, _), other in zip(found, undisturbed, strict=True))
+            longest = max(pauses)
+            lines.append([what, after_s, ready_s, used_s, len(pauses), statistics.median(pauses), longest, differ])
+
         for i in range(kills):
             victim = i % len(victims)
-            strike = functools.partial(_signal, victims[victim], number)
-            lines.append(await run.strike(f"process {victim} ends", strike, seconds * (i + 1) / (kills + 1)))
+            act = functools.partial(_signal, victims[victim], number)
+            await strike(f"process {victim} ends", act, seconds * (i + 1) / (kills + 1))
         for last in [len(place.supervisors) - 1] * (2 if away else 0):
-            lines.append(await run.strike(f"process {last + 1} goes", place.supervisors[last].kill, seconds / 4))
-            lines.append(await run.strike("it comes back", functools.partial(place.start, last), seconds / 4))
+            await strike(f"process {last + 1} goes", place.supervisors[last].kill, seconds / 4)
+            await strike("it comes back", functools.partial(place.start, last), seconds / 4)
     return seconds, lines
 
 
@@ -223,17 +200,9 @@ def placed(processes: int, folder: Path, away: bool) -> Iterator[Place]:
 
 def main(report: Report) -> None:
     """Starts a server and measures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--engines", type=int, default=1, help="--data_parallel_backend mp with so many")
-    parser.add_argument("--stop", action="store_true", help="SIGSTOP in place of SIGKILL")
-    parser.add_argument("--away", action="store_true", help="end a host for good, and start it again later")
-    given = parser.parse_args()
-    if given.away and given.processes < 2:
-        parser.error("--away needs --processes 2 or more")
-    if given.engines > 1 and given.processes > 1:
-        parser.error("--engines: each has one process")
+    given = arguments(__doc__, kills=3, processes=1, engines=1, stop=False, away=False)
+    if (given.away and given.processes < 2) or (given.engines > 1 and given.processes > 1):
+        raise SystemExit("--away needs --processes 2 or more, and each of several --engines has one process")
     began, seqs = time.monotonic(), f"--max_num_seqs={CLIENTS // given.processes}"
     independent = ["--data_parallel_backend=mp", f"--data_parallel_size={given.engines}"] if given.engines > 1 else []
     with (

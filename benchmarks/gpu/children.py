@@ -157,10 +157,10 @@ def roofs_here() -> Row:
     return Row(ROOFS, True, says, measure_roofs())
 
 
-def program_of(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns the call of a case by the kernels for Hopper, and the shapes of its arguments."""
+def program_of(case: Case, backend: Backend = Backend.MOSAIC) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns the call of a case by the kernels of a backend, and the shapes of its arguments."""
     operands = jax.eval_shape(case.operands, jax.random.key(0))
-    return functools.partial(case.call, backend=Backend.MOSAIC), (operands, jax.ShapeDtypeStruct((), jnp.int32))
+    return functools.partial(case.call, backend=backend), (operands, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def gate_resources(programs: Iterator[Program]) -> int:

@@ -3,9 +3,9 @@
     JAX_PLATFORMS=cpu python -m benchmarks.gpu.machine_code [--only decode|dense] [--multiprocessors 78]
 
 Compiles each kernel at production shapes for sm_90a, disassembles it (ptxas and nvdisasm of the `aot` extra) and
-reports for each main loop: instructions by class, stall counts, registers, shared memory, arrivals, bounds by resource,
-and cycles from a small model whose assumptions stand at the top. Beside them stand stored figures of FlashMLA, DeepGEMM
-and FlashAttention-3, made the same way (`sass/others.json` says from what).
+reports for each main loop: instructions, registers, spills, bounds by resource, and cycles from a small model whose
+assumptions stand at the top; cycles are those of round robin and of first come first served. Beside them stand stored
+figures of FlashMLA, DeepGEMM and FlashAttention-3, made the same way (`sass/others.json` says from what).
 
 Nothing here is a measured time. docs/performance/machine_code.md says what the figures mean.
 """
@@ -15,7 +15,7 @@ import functools
 import json
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.gpu.sass import ceilings, counts, disassembly, kernels, loops, model
@@ -62,7 +62,7 @@ class Reading:
             "tensor core": both.tensor_cycles,
             "shared memory": (both.operand_bytes + both.shared_bytes + written) / model.assumed("shared memory"),
             "issue": both.instructions,
-            "exp2": both.classes.get("exp2", 0) * model.assumed("exp2 per warp"),
+            "exp2": both.exp2 * model.assumed("exp2 per warp"),
             "L2": fetched / model.assumed("L2 to multiprocessor"),
             "memory": self.kernel.memory_bytes / kernels.memory_rate(),
         }
@@ -77,10 +77,14 @@ def main(report: Report) -> int:
         return 2
     with taking(Multiprocessors(args.multiprocessors)):
         try:
-            tabulate(report, [_said(read(kernel)) for kernel in chosen])
+            readings = []
+            for kernel in chosen:
+                readings.append(read(kernel))
+                print(f"read {kernel.name}", file=sys.stderr, flush=True)
         except (aot.AotUnavailableError, disassembly.ToolMissingError) as error:
             print(error, file=sys.stderr)
             return 2
+        tabulate(report, readings)
     return 0
 
 
@@ -117,93 +121,45 @@ def _registers(function: disassembly.Function) -> str:
     return "/".join(map(str, sorted(traded, reverse=True)))
 
 
-def _said(reading: Reading) -> Reading:
-    print(f"read {reading.kernel.name}", file=sys.stderr, flush=True)
-    return reading
-
-
 def tabulate(report: Report, readings: Sequence[Reading]) -> None:
     """Reports what the model assumes, what the loops hold, and what they take in the model."""
-
-    def rows(of: Callable[[Reading], Iterator[Sequence[Cell]]]) -> Iterator[Sequence[Cell]]:
-        return (row for reading in readings for row in of(reading))
-
-    assumed = ((name, f"{a.value:g}", a.unit, a.where_from) for name, a in model.ASSUMPTIONS.items())
+    assumed = ((name, f"{value:g}", unit, source) for name, (value, unit, source) in model.ASSUMPTIONS.items())
     report.detail("What the model assumes", ["assumption", "value", "unit", "where from"], assumed)
-    columns = ["kernel", "a pass", "instructions", "stall counts", "registers", "spilled bytes", "TMA arrivals"]
-    report.detail("Main loops", columns, rows(_loop_rows))
-    _class_table(report, readings)
-    columns = ["kernel", *RESOURCES, "link", "cycles", "tensor use", "theirs / ours"]
-    report.table("Bounds and modelled cycles of a pass", columns, rows(_cycle_rows))
+    columns = ["kernel", "a pass", "instructions", "registers", "spilled bytes", *RESOURCES, "link", "cycles",
+               "tensor use", "peer", "its cycles", "theirs / ours"]  # fmt: skip
+    lines = (line for reading in readings for line in _lines(reading))
+    report.table("Bounds and modelled cycles of a pass", columns, lines)
     columns = ["kernel", "link", "warpgroup 0", "warpgroup 1", "warpgroup 2, where it dequantizes"]
-    report.detail("What each warpgroup waits for, in cycles of a pass (round robin)", columns, rows(_waiting_rows))
+    lines = (line for reading in readings for line in _waiting_rows(reading))
+    report.detail("What each warpgroup waits for, in cycles of a pass (round robin)", columns, lines)
     if any(reading.kernel.passes == kernels.PRODUCT_PASS for reading in readings):
         report.table("Ceilings of FP8 products, as shares of the tensor core's rate", ceilings.HEAD,
                      ceilings.rows(OTHERS["tiles"]))  # fmt: skip
-    sources = ((name, source) for name, source in OTHERS["sources"].items())
-    report.detail(f"Whose the stored figures are. {OTHERS['about']}", ["name", "source"], sources)
+    report.detail(f"Whose the stored figures are. {OTHERS['about']}", ["name", "source"], OTHERS["sources"].items())
 
 
-def _loop_rows(reading: Reading) -> Iterator[tuple]:
-    kernel, numbers = reading.kernel, reading.resources
-    yield (
+def _lines(reading: Reading) -> Iterator[list[Cell]]:
+    """Yields a line per link; the bound that binds is bold."""
+    kernel, bounds = reading.kernel, reading.bounds()
+    other = OTHERS["loops"][kernel.other] if kernel.other is not None else {"cycles": {}}
+    binding = max(bounds, key=bounds.__getitem__)
+    cells = [f"{bounds[name]:,.0f}" if name in bounds else "" for name in RESOURCES]
+    cells = [f"**{cell}**" if name == binding else cell for name, cell in zip(RESOURCES, cells, strict=True)]
+    instructions = " + ".join(str(work.instructions) for work in reading.roles)
+    head: list[Cell] = [
         kernel.name,
         kernel.passes,
-        " + ".join(str(work.instructions) for work in reading.roles),
-        " + ".join(str(work.stalls) for work in reading.roles),
+        instructions,
         reading.registers,
-        numbers.spill_bytes,
-        len({load.full for load in kernel.protocol.loads}),
-    )
-    if kernel.other is not None:
-        loop = OTHERS["loops"][kernel.other]
-        yield (
-            f"*{kernel.other}*",
-            loop["pass"],
-            " + ".join(map(str, loop["instructions"])),
-            " + ".join(map(str, loop["stalls"] or ())),
-            loop["registers"] or "",
-            loop["spill_bytes"],
-            loop["arrivals"] or "",
-        )
-
-
-def _class_table(report: Report, readings: Sequence[Reading]) -> None:
-    rows = [(reading, number, work) for reading in readings for number, work in enumerate(reading.roles)]
-    names = [name for name, _ in counts.CLASSES] + ["other"]
-    used = [name for name in names if any(work.classes.get(name) for _, _, work in rows)]
-    lines = (
-        (f"{reading.kernel.name}, {number}", *(work.classes.get(name, 0) for name in used))
-        for reading, number, work in rows
-    )
-    report.detail("Instructions by class, per warp and pass", ["kernel, warpgroup", *used], lines)
-
-
-def _cycle_rows(reading: Reading) -> Iterator[tuple]:
-    kernel, bounds = reading.kernel, reading.bounds()
-    binding = max(bounds, key=bounds.__getitem__)
-    cells = [_bound(bounds.get(name), name == binding) for name in RESOURCES]
-    other = OTHERS["loops"][kernel.other] if kernel.other is not None else {"cycles": {}, "bounds": {}}
+        reading.resources.spill_bytes,
+        *cells,
+    ]
     for name, runs in reading.cycles.items():
         theirs = other["cycles"].get(name)
-        yield (
-            kernel.name,
-            *cells,
-            name,
-            " / ".join(f"{run.cycles:,.0f}" for run in runs),
-            " / ".join(f"{run.utilisation:.0%}" for run in runs),
-            _ratio(reading, runs, other, theirs),
-        )
-    for name, theirs in other["cycles"].items():
-        tensor = other["bounds"]["tensor core"]
-        yield (
-            f"*{kernel.other}*",
-            *(_bound(other["bounds"].get(resource), False) for resource in RESOURCES),
-            name,
-            " / ".join(f"{cycles:,}" for cycles in theirs),
-            " / ".join(f"{tensor / cycles:.0%}" for cycles in theirs),
-            "",
-        )
+        peer: list[Cell] = [kernel.other, " / ".join(f"{each:,}" for each in theirs)] if theirs else ["", ""]
+        yield [*head, name, " / ".join(f"{run.cycles:,.0f}" for run in runs),
+               " / ".join(f"{run.utilisation:.0%}" for run in runs), *peer,
+               _ratio(reading, runs, other, theirs)]  # fmt: skip
 
 
 def _ratio(reading: Reading, runs, other: dict, theirs: list[float] | None) -> str:
@@ -217,16 +173,10 @@ def _ratio(reading: Reading, runs, other: dict, theirs: list[float] | None) -> s
     return " / ".join(f"{cycles * share / run.cycles:.2f}" for cycles, run in zip(theirs, runs, strict=True))
 
 
-def _bound(cycles: float | None, binds: bool) -> str:
-    if cycles is None:
-        return ""
-    return f"**{cycles:,.0f}**" if binds else f"{cycles:,.0f}"
-
-
-def _waiting_rows(reading: Reading) -> Iterator[tuple]:
+def _waiting_rows(reading: Reading) -> Iterator[list[Cell]]:
     for name, (turns, _) in reading.cycles.items():
         causes = [_longest(waiting) for waiting in turns.waiting]
-        yield (reading.kernel.name, name, *causes, *[""] * (3 - len(causes)))
+        yield [reading.kernel.name, name, *causes, *[""] * (3 - len(causes))]
 
 
 def _longest(waiting: dict[str, float]) -> str:

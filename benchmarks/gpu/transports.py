@@ -13,7 +13,6 @@ writes its stacks and ends.
 import faulthandler
 import functools
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -25,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.record import Cell, Report, parser_of, run
+from benchmarks.instances import free_port
+from benchmarks.record import Cell, Report, arguments, run
 from pallas_kernels.float8 import E4M3
 from sharding.collectives import compiler_options, in_program_order, launch_in_order, resolve_overlap
 from sharding.experts.library_hop import LibraryHop
@@ -48,21 +48,15 @@ type Arrays = tuple[jax.Array, ...]
 
 
 def main(report: Report) -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", choices=[kind.value for kind in TransportKind], help="this transport, and ring")
-    parser.add_argument("--nodes", type=int, default=1, help="nodes that the GPUs are divided into")
-    parser.add_argument("--processes", type=int, default=1, help="processes, each with one GPU, or one with all")
-    parser.add_argument("--seconds", type=float, default=120, help="time limit of a row")
-    parser.add_argument("--process", type=int, help="a child's number")
-    parser.add_argument("--port", type=int, help="of a child's coordinator")
-    args = parser.parse_args()
+    args = arguments(__doc__, only=None, nodes=1, processes=1, seconds=120.0, process=int, port=int)
     if args.processes > 1 and args.process is None:
         rows: Iterator[list[Cell]] = _by_processes(args.processes, sys.argv[1:])
     else:
         if args.process is not None:
             address = f"127.0.0.1:{args.port}"
             jax.distributed.initialize(address, args.processes, args.process, local_device_ids=[args.process])
-        kinds = [k for k in TransportKind if args.only in (None, k.value) or k is TransportKind.RING]
+        chosen = {TransportKind.RING, TransportKind(args.only)} if args.only else set(TransportKind)
+        kinds = [kind for kind in TransportKind if kind in chosen]
         rows = measured(jax.devices(), args.nodes, kinds, args.seconds)
     if args.process is not None:
         for row in rows:
@@ -165,12 +159,9 @@ def layers_program(transport: Transport[Any], mesh: Mesh, layers: int) -> Callab
     return jax.shard_map(of_device, mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec, spec), check_vma=False)
 
 
-def _by_processes(count: int, arguments: Sequence[str]) -> Iterator[list[Cell]]:
+def _by_processes(count: int, words: Sequence[str]) -> Iterator[list[Cell]]:
     """Yields the rows that process 0 of `count` prints, until it ends. Each process ends where a row takes too long."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.gpu.transports", *arguments, f"--port={port}"]
+    command = [sys.executable, "-m", "benchmarks.gpu.transports", *words, f"--port={free_port()}"]
     children = [
         subprocess.Popen([*command, f"--process={i}"], stdout=subprocess.DEVNULL if i else subprocess.PIPE, text=True)
         for i in range(count)

@@ -24,8 +24,6 @@ import jax.numpy as jnp
 from jax.experimental import serialize_executable
 
 from benchmarks.gpu import mla, triton_kernels
-from benchmarks.gpu.children import Program, program_of
-from benchmarks.gpu.sass.kernels import prefill_topk
 from benchmarks.record import parser_of
 from configs.bundled import MODEL
 from configs.deepseek_v2 import DEEPSEEK_V2_LITE
@@ -36,13 +34,10 @@ from configs.kimi import KIMI_K2_THINKING
 from dsv3.config.model import FP8, ModelConfig
 from dsv3.kv_cache.layout import pool
 from dsv3.model import AttentionForm, DecodeBatch, PrefillBatch, decode, prefill
-from pallas_kernels import aot, dsa, gpus, toolchain
+from pallas_kernels import aot, checks, gpus, toolchain
 from pallas_kernels.backend import Backend, resolve_backend
-from pallas_kernels.checks import Case, Row, experts, products
-from pallas_kernels.checks.rows import quantize_case
-from pallas_kernels.dense import layer_gemm
-from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, write_pages
-from pallas_kernels.triton.resources import kernel_resources as triton_resources
+from pallas_kernels.checks import Row
+from pallas_kernels.mla import mla_decode, write_pages
 from tools.plan.deployment import Deployment
 from tools.plan.programs import abstract_params
 
@@ -98,8 +93,12 @@ type Cases = Iterator[tuple[str, Callable[[], Iterator[Row]]]]
 
 
 def mosaic_kernels() -> Cases:
-    """Yields the Mosaic kernels at production shapes, compiled for an H200."""
-    for name, fn, arguments in _mosaic_programs():
+    """Yields attention with each of its plans, and programs of each operation, for an H200."""
+    programs = list(mla.programs())
+    for operation in checks.names(Backend.MOSAIC):
+        found = list(triton_kernels.programs(operation, Backend.MOSAIC))
+        programs += [(f"{operation}, {name}", *program) for name, *program in found[:1] + found[1:][-2:]]
+    for name, fn, arguments in programs:
         yield name, functools.partial(_resources, name, fn, arguments)
 
 
@@ -112,65 +111,14 @@ def _row(case: str, kernel: aot.KernelResources) -> Row:
     return Row(case, True, figures={"registers": kernel.registers, "spilled": kernel.spill_bytes})
 
 
-def _mosaic_programs() -> Iterator[Program]:
-    """Yields attention, products, rows and sparse attention: each kernel, with each of its plans that spilled once."""
-    yield from mla.programs()
-    prefill_of = functools.partial(mla_prefill, scale=0.1, backend=Backend.MOSAIC)
-    for heads, keys, values in ((20, 256, 256), (32, 128, 128)):
-        yield f"prefill, heads of {keys}", prefill_of, (*(array(4096, heads, w) for w in (keys, keys, values)), ints(9))
-    yield "prefill to top-k keys", *prefill_topk().program()
-    for table, case in _products():
-        yield f"{table}, {case.name}", *program_of(case)
-    layer = functools.partial(layer_gemm, backend=Backend.MOSAIC)
-    for rows in (16, 4096):
-        yield f"plain, {rows} x 2112 x 7168", layer, (array(rows, 7168), array(4, 2112, 7168), ints())
-    for name, dtype in (("FP8", None), ("bfloat16", jnp.bfloat16)):
-        yield f"sparse attention, {name}", *_sparse(dtype)
-
-
-def _products() -> Iterator[tuple[str, Case]]:
-    backend, e4m3, bf16 = Backend.MOSAIC, jnp.float8_e4m3fn, jnp.bfloat16
-    for m, n, k in ((1, 576, 7168), (64, 24576, 1536), (128, 7168, 16384), (4096, 2112, 7168), (4096, 4096, 7168)):
-        yield "FP8 dense", products.dense_case(m, n, k)
-    for groups, each, dtype in ((32, 20, e4m3), (6, 1024, e4m3), (32, 20, bf16), (6, 1024, bf16), (32, 20, jnp.int32)):
-        yield "experts, decode", experts.decode_case((each,) * groups, each, 4096, 7168, dtype, backend)
-    for dtype in (e4m3, bf16):
-        yield "experts, prefill", experts.contiguous_case(8, 4096, 4096, 7168, dtype)
-    for gated in (False, True):
-        yield "quantize", quantize_case(4096, 2048 if gated else 7168, gated=gated)
-    for m, transposed in ((16, True), (1024, False)):
-        yield "heads", products.head_case(m, 128, 128, 512, transposed=transposed)
-    for m in (64, 4096):
-        yield "router", products.router_case(m, 256, 7168)
-
-
-def _sparse(dtype: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns scores, choice and attention of 64 queries of DeepSeek-V3.2; None is FP8."""
-    T, table, best = 64, 2560, 2048
-    width, kind = dsa.key_row(128, dtype)
-
-    def attend(q, weights, keys, table, visible, latents, queries):
-        where = {"first_page": 0, "backend": Backend.MOSAIC}
-        picked = dsa.topk_indices(q, weights, keys, table, visible, topk=best, **where)
-        counts = jnp.minimum(visible, best)
-        return dsa.attend_topk(queries, latents, table, picked, counts, scale=0.1, value_width=512, **where)[0]
-
-    latents = (
-        array(8 * table, 64, fp8_row_bytes(512, 64), dtype=jnp.uint8) if dtype is None else array(8 * table, 64, 576)
-    )
-    index = array(T, 64, 128), array(T, 64, dtype=jnp.float32), array(8 * table, 64, width, dtype=kind)
-    return attend, (*index, ints(T, table), ints(T), latents, array(T, 128, 576))
-
-
 def triton_kernels_of(name: str) -> Cases:
-    """Yields the Triton kernels at DeepSeek-V3's shapes, compiled by Triton and assembled by the toolchain's ptxas."""
-    gpu = gpus.by_number(_number(aot.TARGETS[name]))
-    for case, (fn, arguments) in triton_kernels.cases().items():
-        yield case, functools.partial(_assembled, f"{case}, {name}", fn, arguments, gpu)
+    """Yields kernels of each operation, compiled by Triton and assembled by the toolchain's ptxas."""
+    for operation in checks.names(Backend.TRITON):
+        yield f"{operation}, {name}", functools.partial(_assembled, operation, name)
 
 
-def _assembled(name: str, fn: Callable[..., Any], arguments: tuple[Any, ...], gpu: gpus.GpuKind) -> Iterator[Row]:
-    for kernel in triton_resources(fn, *arguments, gpu=gpu):
+def _assembled(operation: str, name: str) -> Iterator[Row]:
+    for kernel in triton_kernels.kernels(operation, gpus.by_number(_number(aot.TARGETS[name])), few=True):
         architecture = re.search(r"^\.target (\w+)", kernel.ptx, flags=re.MULTILINE)
         assert architecture is not None, kernel.ptx[:300]
         with tempfile.TemporaryDirectory() as folder:
@@ -180,8 +128,8 @@ def _assembled(name: str, fn: Callable[..., Any], arguments: tuple[Any, ...], gp
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS)
         if done.returncode:
             raise RuntimeError(f"ptxas ended with {done.returncode}: {done.stdout + done.stderr}")
-        (found,) = aot.parse_reports(done.stdout + done.stderr)
-        yield _row(name, found)
+        (resources,) = aot.parse_reports(done.stdout + done.stderr)
+        yield _row(f"{operation}, {name}: {kernel.name}", resources)
 
 
 def steps(name: str) -> Cases:

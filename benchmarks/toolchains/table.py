@@ -3,14 +3,21 @@
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.record import Cell, Table
 from benchmarks.toolchains.columns import PARTS
 
 _NO = "not run"
+_GROUPS = {"kernels": ("mosaic", "triton"), "steps": ("steps",), "executables": ("executables",)}
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
     """Writes the tables of the results, by column."""
-    return "\n".join([*_columns(results), "", *_spills(results), "", *_failed(results), ""])
+    tried = Table("", ["column", "jax", "triton", "commit", *_GROUPS], list(map(_tried, results, results.values())))
+    failed = [
+        f"- {c}: {line}" for c, result in results.items() for p in result["parts"].values() for line in failures(p)
+    ]
+    last = ["Failed:", *failed] if failed else ["Nothing failed."]
+    return "\n".join([*tried.lines(), "", *_spills(results).lines(), "", *last, ""])
 
 
 def failures(part: dict[str, Any]) -> list[str]:
@@ -19,15 +26,10 @@ def failures(part: dict[str, Any]) -> list[str]:
     return [*lines, *([part["crashed"]] if part["crashed"] else [])]
 
 
-def _columns(results: dict[str, dict[str, Any]]) -> Iterator[str]:
-    yield "| column | jax | triton | commit | kernels | steps | executables |"
-    yield "|---|---|---|---|---|---|---|"
-    for name, result in results.items():
-        parts = result["parts"]
-        commits = ", ".join(sorted({part["commit"] for part in parts.values()}))
-        cells = [_passed(parts, prefix) for prefix in (("mosaic", "triton"), ("steps",), ("executables",))]
-        versions = result["versions"]
-        yield f"| {name} | {versions['jax']} | {versions['triton']} | {commits} | " + " | ".join(cells) + " |"
+def _tried(name: str, result: dict[str, Any]) -> list[Cell]:
+    parts, versions = result["parts"], result["versions"]
+    commits = ", ".join(sorted({part["commit"] for part in parts.values()}))
+    return [name, versions["jax"], versions["triton"], commits, *(_passed(parts, g) for g in _GROUPS.values())]
 
 
 def _passed(parts: dict[str, Any], prefixes: tuple[str, ...]) -> str:
@@ -40,31 +42,15 @@ def _passed(parts: dict[str, Any], prefixes: tuple[str, ...]) -> str:
     return text + (f"; {_NO}: {left}" if left else "")
 
 
-def _spills(results: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yields a line per kernel that spills in some column: bytes stored and loaded per thread."""
-    spilled: dict[str, dict[str, int]] = {}
-    known: set[tuple[str, str]] = set()
-    for column, result in results.items():
-        for part in result["parts"].values():
-            for row in part["rows"]:
-                if "spilled" in row["figures"]:
-                    known.add((column, row["case"]))
-                    if row["figures"]["spilled"]:
-                        spilled.setdefault(row["case"], {})[column] = row["figures"]["spilled"]
-    yield "| bytes that a thread spills, stored and loaded | " + " | ".join(results) + " |"
-    yield "|---" * (len(results) + 1) + "|"
-    for case in sorted(spilled):
-        cells = [str(spilled[case].get(column, 0)) if (column, case) in known else _NO for column in results]
-        yield f"| {case} | " + " | ".join(cells) + " |"
-    counts = [str(len([1 for each, _ in known if each == column]) or _NO) for column in results]
-    yield "| kernels compiled | " + " | ".join(counts) + " |"
+def _spills(results: dict[str, dict[str, Any]]) -> Table:
+    """Returns a line per kernel that spills in some column: bytes stored and loaded per thread."""
+    spilled = {column: dict(_spilled(result)) for column, result in results.items()}
+    cases = sorted({case for found in spilled.values() for case, size in found.items() if size})
+    rows: list[list[Cell]] = [[case, *(spilled[column].get(case, _NO) for column in results)] for case in cases]
+    counts: list[Cell] = ["kernels compiled", *(len(spilled[column]) or _NO for column in results)]
+    return Table("", ["bytes that a thread spills, stored and loaded", *results], [*rows, counts])
 
 
-def _failed(results: dict[str, dict[str, Any]]) -> Iterator[str]:
-    yield "Failed:" if any(map(_lines, results.values())) else "Nothing failed."
-    for column, result in results.items():
-        yield from (f"- {column}: {line}" for line in _lines(result))
-
-
-def _lines(result: dict[str, Any]) -> list[str]:
-    return [line for part in result["parts"].values() for line in failures(part)]
+def _spilled(result: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    for part in result["parts"].values():
+        yield from ((row["case"], row["figures"]["spilled"]) for row in part["rows"] if "spilled" in row["figures"])

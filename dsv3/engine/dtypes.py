@@ -114,9 +114,9 @@ def _compute_name(model: ModelConfig, dtype: str, device: jax.Device, stored: st
 def fastest_on_cpu(model: ModelConfig, stored: str | None) -> tuple[str, str]:
     """Returns the dtype for a checkpoint of dtype `stored` on this machine's CPU, and the reason.
 
-    The rule follows `benchmarks.cpu_step --types` (docs/performance/cpu.md): bfloat16 was faster than float32 at each
-    size, number of rows and length of prompt, where the CPU multiplies it and the C++ kernels are built. It rounds, so
-    a model whose step is short in either dtype stays float32.
+    In measurements bfloat16 was faster than float32 at each size, number of rows and length of prompt, where the CPU
+    multiplies it and the C++ kernels are built. It rounds, so a model whose step is short in either dtype stays
+    float32.
     """
     if stored != "bfloat16":
         return "float32", f"bfloat16 would round a checkpoint of {stored or 'no stated type'}"

@@ -43,12 +43,10 @@ def problems_of(module: str, arguments: str) -> list[str]:
     source = source_of(module)
     if source is None:
         return [f"no benchmark is called {module}"]
-    flags = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", arguments)) - {"record", "help"}
-    known = set(re.findall(r'"--([a-z][\w-]*)"', source))
-    known |= {name for call in re.findall(r"arguments\(__doc__, (.*)", source) for name in re.findall(r"(\w+)=", call)}
-    known |= {
-        name for names in re.findall(r"for name, \w+ in (\(.*\)):", source) for name in re.findall(r'"(\w+)"', names)
-    }
+    flags = {flag.replace("-", "_") for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", arguments)}
+    known = {flag.replace("-", "_") for flag in re.findall(r'"--([a-z][\w-]*)"', source)} | {"record", "help"}
+    calls = re.findall(r"arguments\(\s*__doc__,(.*?)\n", re.sub(r",\n\s+", ", ", source))
+    known |= {name for call in calls for name in re.findall(r"(\w+)=", call)}
     return [f"{module} has no --{flag}" for flag in flags - known]
 
 

@@ -10,7 +10,7 @@ import signal
 import httpx
 import pytest
 
-from benchmarks.request_trace import Collector, in_order
+from tests.dsv3.server.collector import Collector, in_order
 from tests.dsv3.server.fake_engine import CRASH_STEP
 from tests.dsv3.server.test_bodies import SIZE, forget_peak, memory, repeated
 from tests.dsv3.server.test_resume import BODIES, CHAT, COMPLETIONS, collect

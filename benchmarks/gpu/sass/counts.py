@@ -1,6 +1,5 @@
-"""What a loop consists of: instructions by class, and what they ask of each resource of a multiprocessor."""
+"""What a loop asks of each resource of a multiprocessor."""
 
-import collections
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -8,45 +7,13 @@ from collections.abc import Sequence
 from benchmarks.gpu.sass.disassembly import Instruction
 from benchmarks.gpu.sass.loops import is_product
 
-CLASSES = (
-    ("wgmma", r"[HQI]GMMA"),
-    ("exp2", r"MUFU"),
-    ("FFMA", r"FFMA"),
-    ("FMUL", r"FMUL"),
-    ("FADD", r"FADD"),
-    ("max", r"FMNMX"),
-    ("convert", r"F2F|HADD2\.F32|I2F|F2I"),
-    ("half", r"H(FMA|MUL|ADD|MNMX)2"),
-    ("select", r"FSEL|FSET|SEL"),
-    ("shuffle", r"SHFL|VOTE|ELECT"),
-    ("matrix store", r"STSM"),
-    ("shared", r"LDS|STS|LDSM"),
-    ("global", r"LDG|LD\.|STG|ATOM|RED"),
-    ("constant", r"LDC|ULDC"),
-    ("spill", r"LDL|STL"),
-    ("TMA", r"UTMA|UBLKCP"),
-    ("mbarrier", r"SYNCS"),
-    ("fence", r"BAR|MEMBAR|FENCE|ERRBAR|CCTL"),
-    ("warpgroup", r"WARPGROUP|WARPSYNC|DEPBAR"),
-    ("branch", r"BRA|EXIT|RET|CALL|BRX|BSSY|BSYNC|NANOSLEEP|YIELD"),
-    ("uniform", r"U[A-Z]|R2UR|S2UR"),
-    ("move", r"MOV|IMAD\.MOV|CS2R"),
-    ("integer", r"I[A-Z]|LOP|SHF|LEA|PRMT|PLOP|VI|SGXT|P2R|R2P|S2R|BREV|FLO|POPC|NOP"),
-)
-"""Classes in the order in which they are tried; what fits none is `other`."""
-_PATTERNS = tuple((name, re.compile(pattern)) for name, pattern in CLASSES)
-
-_SHAPE = re.compile(r"\.64x(\d+)x(\d+)")
+_SHAPE = re.compile(r"\.64x(\d+)x\d+")
 _STEP_BYTES = 32
 """Bytes along K of one wgmma: 16 values of 16 bits or 32 of 8."""
 _ROWS = 64
 WARPS = 4
 """Warps of a warpgroup, each on a sub-partition of its own."""
-
-
-def class_of(instruction: Instruction) -> str:
-    """Names the first class that the opcode fits."""
-    return next((name for name, pattern in _PATTERNS if pattern.match(instruction.op)), "other")
+_GLOBAL = re.compile(r"LDG|LD\.|STG|ATOM|RED")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +22,7 @@ class Work:
 
     Attributes:
       instructions: issued by the warp.
-      stalls: sum of the stall counts that the assembler wrote: cycles it takes with nothing else to wait for.
-      classes: instructions by class.
+      exp2: of these, exponentials.
       tensor_cycles: of the tensor core, for the warpgroup's products.
       operand_bytes: shared memory that the warpgroup's products read.
       shared_bytes: what the four warps load from shared memory and store to it otherwise.
@@ -64,30 +30,32 @@ class Work:
     """
 
     instructions: int
-    stalls: int
-    classes: dict[str, int]
+    exp2: int
     tensor_cycles: float
     operand_bytes: int
     shared_bytes: int
     global_bytes: int
 
     def __add__(self, other: "Work") -> "Work":
-        both = collections.Counter(self.classes) + collections.Counter(other.classes)
-        numbers = (getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)[3:])
-        return Work(self.instructions + other.instructions, self.stalls + other.stalls, dict(both), *numbers)
+        return Work(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
 
 def work(path: Sequence[Instruction]) -> Work:
     """Adds up one pass along a path."""
+    products = list(filter(is_product, path))
     return Work(
         instructions=len(path),
-        stalls=sum(instruction.stall for instruction in path),
-        classes=dict(collections.Counter(map(class_of, path))),
-        tensor_cycles=sum(tensor_cycles(i) for i in path if is_product(i)),
-        operand_bytes=sum(_operand_bytes(i) for i in path if is_product(i)),
-        shared_bytes=WARPS * sum(_shared_bytes(i) for i in path),
-        global_bytes=WARPS * sum(global_bytes(i) for i in path if class_of(i) == "global"),
+        exp2=sum(instruction.op.startswith("MUFU") for instruction in path),
+        tensor_cycles=sum(map(tensor_cycles, products)),
+        operand_bytes=sum(map(_operand_bytes, products)),
+        shared_bytes=WARPS * sum(map(_shared_bytes, path)),
+        global_bytes=WARPS * sum(map(global_bytes, filter(is_global, path))),
     )
+
+
+def is_global(instruction: Instruction) -> bool:
+    """Whether this reads or writes global memory from registers."""
+    return _GLOBAL.match(instruction.op) is not None
 
 
 def columns(product: Instruction) -> int:
@@ -109,8 +77,7 @@ def left_in_registers(product: Instruction) -> bool:
 
 
 def _operand_bytes(product: Instruction) -> int:
-    left = 0 if left_in_registers(product) else _ROWS * _STEP_BYTES
-    return left + columns(product) * _STEP_BYTES
+    return (columns(product) + (0 if left_in_registers(product) else _ROWS)) * _STEP_BYTES
 
 
 def global_bytes(instruction: Instruction) -> int:

@@ -12,10 +12,13 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-_CODE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;?\s*/\* (0x[0-9a-f]{16}) \*/")
-_UPPER_HALF = re.compile(r"\s*/\* (0x[0-9a-f]{16}) \*/\s*$")
-_LABEL = re.compile(r"\s*(\.L_\S+):")
-_PREDICATE = re.compile(r"@(!?U?P\w+)\s+(.*)")
+_SECTION = re.compile(r"^\s*\.section\s+\.text\.", re.MULTILINE)
+_LINE = re.compile(
+    r"^\s*(?:(?P<label>\.L_\S+):"
+    r"|/\*[0-9a-f]{4,}\*/\s+(?:@(?P<predicate>!?U?P\w+)\s+)?(?P<op>\S+)(?P<args>.*?)\s*;?\s*/\* 0x[0-9a-f]{16} \*/"
+    r"\s*/\* (?P<upper>0x[0-9a-f]{16}) \*/)",
+    re.MULTILINE,
+)
 _TARGET = re.compile(r"`\((\.L\S+?)\)")
 _CONTROL_BIT = 105 - 64  # of the upper 64 bits
 
@@ -56,28 +59,16 @@ class Function:
 
 
 def assemble(ptx: str) -> Function:
-    """Assembles a module's PTX for sm_90a and reads its one kernel back.
-
-    Raises:
-      ToolMissingError: ptxas or nvdisasm is missing.
-      ValueError: there is not one kernel in it.
-    """
+    """Assembles a module's PTX for sm_90a and reads its one kernel back; raises ToolMissingError, or as `parse`."""
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)
         _run(tool("ptxas"), "-O3", "-arch=sm_90a", str(source), "-o", str(cubin))
-        functions = parse(_run(tool("nvdisasm"), "-hex", "-c", str(cubin)))
-    if len(functions) != 1:
-        raise ValueError(f"expected one kernel, found {sorted(functions)}")
-    return next(iter(functions.values()))
+        return parse(_run(tool("nvdisasm"), "-hex", "-c", str(cubin)))
 
 
 def tool(name: str) -> str:
-    """Returns the path of a program of the `aot` extra's wheels, or of the CUDA toolkit.
-
-    Raises:
-      ToolMissingError: neither has it.
-    """
+    """Returns the path of a program of the `aot` extra's wheels or of the CUDA toolkit; raises ToolMissingError."""
     wheels = importlib.util.find_spec("nvidia")
     folders = wheels.submodule_search_locations if wheels is not None else None
     found = [str(path) for folder in folders or () for path in sorted(Path(folder).glob(f"*/bin/{name}"))]
@@ -87,43 +78,25 @@ def tool(name: str) -> str:
     return path
 
 
-def parse(listing: str) -> dict[str, Function]:
-    """Reads what `nvdisasm -hex -c` prints: a function per section of code."""
-    found: dict[str, tuple[list[Instruction], dict[str, int]]] = {}
+def parse(listing: str) -> Function:
+    """Reads what `nvdisasm -hex -c` prints; raises ValueError where that is not one kernel."""
+    if (sections := len(_SECTION.findall(listing))) != 1:
+        raise ValueError(f"expected one kernel, found {sections}")
     code: list[Instruction] = []
     labels: dict[str, int] = {}
-    pending = None
-    for line in listing.splitlines():
-        if section := re.match(r"\s*\.section\s+\.text\.([^\s,]+)", line):
-            code, labels = found.setdefault(section[1].strip('"'), ([], {}))
-        elif label := _LABEL.match(line):
-            labels[label[1]] = len(code)
-        elif first := _CODE.match(line):
-            pending = first[2]
-        elif pending is not None and (second := _UPPER_HALF.match(line)):
-            code.append(decode(pending, int(second[1], 16)))
-            pending = None
-    return {name: Function(tuple(code), labels) for name, (code, labels) in found.items() if code}
+    for found in _LINE.finditer(listing):
+        if found["label"]:
+            labels[found["label"]] = len(code)
+        else:
+            code.append(_decoded(found["predicate"], found["op"], found["args"].strip(), int(found["upper"], 16)))
+    return Function(tuple(code), labels)
 
 
-def decode(text: str, upper: int) -> Instruction:
-    """Decodes an instruction from its text and the upper 64 of its bits."""
-    control = upper >> _CONTROL_BIT
-    predicate = None
-    if match := _PREDICATE.match(text):
-        predicate, text = match.groups()
-    op, _, args = text.partition(" ")
-    target = _TARGET.search(args)
+def _decoded(predicate: str | None, op: str, args: str, upper: int) -> Instruction:
+    control, target = upper >> _CONTROL_BIT, _TARGET.search(args)
     write, read = (control >> 5) & 7, (control >> 8) & 7
-    return Instruction(
-        op=op,
-        args=args.strip(),
-        predicate=predicate,
-        target=target[1] if target else None,
-        stall=control & 15,
-        sets=(None if write == 7 else write, None if read == 7 else read),
-        waits=(control >> 11) & 63,
-    )
+    sets = None if write == 7 else write, None if read == 7 else read
+    return Instruction(op, args, predicate, target[1] if target else None, control & 15, sets, (control >> 11) & 63)
 
 
 def _run(*command: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
+from benchmarks.gpu.children import program_of
 from benchmarks.gpu.sass.model import Link, Load, Protocol, Role, assumed
 from pallas_kernels.backend import Backend
 from pallas_kernels.checks import Case, products
@@ -250,7 +251,7 @@ def _product(name: str, schedule: str, case: Case, plan: TilePlan, shape: tuple[
     return Kernel(
         name=f"{name} x {shape[0]} x {shape[1]}: {kind} {tile}{splits}{cluster}",
         symbol=f"fp8_{schedule}_{kind}_{tile}",
-        program=functools.partial(_case_program, case),
+        program=functools.partial(program_of, case),
         protocol=ring(plan, *shape),
         passes=PRODUCT_PASS,
         other=other,
@@ -272,8 +273,3 @@ def ring(plan: TilePlan, n: int, k: int) -> Protocol:
     loads = (Load(full, "empty", size, by_others * size / sum(sizes)) for full, size in zip(halves, sizes, strict=True))
     consumer = Role(halves, ("empty",))
     return Protocol((consumer, consumer), tuple(loads), kernel.depth, {"empty": 2})
-
-
-def _case_program(case: Case) -> tuple[Callable, tuple]:
-    operands = jax.eval_shape(case.operands, jax.random.key(0))
-    return functools.partial(case.call, backend=Backend.MOSAIC), (operands, jax.ShapeDtypeStruct((), jnp.int32))

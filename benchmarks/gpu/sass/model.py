@@ -13,54 +13,39 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from benchmarks.gpu.sass.counts import WARPS, class_of, columns, global_bytes, left_in_registers, tensor_cycles
+from benchmarks.gpu.sass.counts import WARPS, columns, global_bytes, is_global, left_in_registers, tensor_cycles
 from benchmarks.gpu.sass.disassembly import Instruction
 from benchmarks.gpu.sass.loops import is_arrival, is_product, is_wait
 
-
-@dataclasses.dataclass(frozen=True)
-class Assumption:
-    """One number that the model takes as given."""
-
-    value: float
-    unit: str
-    where_from: str
-
-
-_GUESS = "assumed"
 _GUIDE = "CUDA programming guide, throughput of cc 9.0"
-ASSUMPTIONS: Mapping[str, Assumption] = {
-    "SHFL": Assumption(23, "cycles", _GUESS),
-    "LDSM": Assumption(33, "cycles", _GUESS),
-    "LDS": Assumption(29, "cycles", _GUESS),
-    "STSM": Assumption(18, "cycles", _GUESS),
-    "STS": Assumption(14, "cycles", _GUESS),
-    "MUFU": Assumption(18, "cycles", _GUESS),
-    "LDG": Assumption(
-        280, "cycles", f"{_GUESS}: a hit in the L2 cache, as pages asked for ahead are; 38 in the L1 cache"
-    ),
-    "LDC": Assumption(30, "cycles", _GUESS),
-    "MEMBAR": Assumption(30, "cycles", _GUESS),
-    "FENCE": Assumption(30, "cycles", _GUESS),
-    "R2UR": Assumption(12, "cycles", _GUESS),
-    "UTMA": Assumption(20, "cycles", _GUESS),
-    "other": Assumption(14, "cycles", f"{_GUESS}: any other instruction with a scoreboard"),
-    "operands read": Assumption(10, "cycles", f"{_GUESS}: until an instruction's operands may be overwritten"),
-    "barrier of a warpgroup": Assumption(20, "cycles", _GUESS),
-    "mbarrier": Assumption(22, "cycles", f"{_GUESS}: a successful try"),
-    "wgmma drain": Assumption(30, "cycles", f"{_GUESS}: from the last product to its result"),
-    "producer": Assumption(60, "cycles", f"{_GUESS}: from a stage's release to the TMA instruction"),
-    "another block": Assumption(
-        260, "cycles", "180 to 213 between two multiprocessors are published; and the producer that passes it on"
-    ),
-    "exp2 per warp": Assumption(8, "cycles", f"{_GUIDE}: 16 per cycle"),
-    "shared memory": Assumption(128, "bytes per cycle", f"{_GUIDE}; one port for operands, TMA and stores"),
-    "TMA latency": Assumption(700, "cycles", "calibrated with FlashMLA's published rate"),
-    "L2 to multiprocessor": Assumption(40, "bytes per cycle", "as above; DeepGEMM's heuristic says 46.6"),
-    "memory of an H200": Assumption(19.9, "bytes per cycle", "4.8 TB/s, 132 multiprocessors at 1.83 GHz"),
-    "latency of memory": Assumption(900, "cycles", _GUESS),
+ASSUMPTIONS: Mapping[str, tuple[float, str, str]] = {
+    "SHFL": (23, "cycles", "assumed"),
+    "LDSM": (33, "cycles", "assumed"),
+    "LDS": (29, "cycles", "assumed"),
+    "STSM": (18, "cycles", "assumed"),
+    "STS": (14, "cycles", "assumed"),
+    "MUFU": (18, "cycles", "assumed"),
+    "LDG": (280, "cycles", "assumed: a hit in the L2 cache, as pages asked for ahead are; 38 in the L1 cache"),
+    "LDC": (30, "cycles", "assumed"),
+    "MEMBAR": (30, "cycles", "assumed"),
+    "FENCE": (30, "cycles", "assumed"),
+    "R2UR": (12, "cycles", "assumed"),
+    "UTMA": (20, "cycles", "assumed"),
+    "other": (14, "cycles", "assumed: any other instruction with a scoreboard"),
+    "operands read": (10, "cycles", "assumed: until an instruction's operands may be overwritten"),
+    "barrier of a warpgroup": (20, "cycles", "assumed"),
+    "mbarrier": (22, "cycles", "assumed: a successful try"),
+    "wgmma drain": (30, "cycles", "assumed: from the last product to its result"),
+    "producer": (60, "cycles", "assumed: from a stage's release to the TMA instruction"),
+    "another block": (260, "cycles", "180 to 213 are published; and the producer of the other block"),
+    "exp2 per warp": (8, "cycles", f"{_GUIDE}: 16 per cycle"),
+    "shared memory": (128, "bytes per cycle", f"{_GUIDE}; one port for operands, TMA and stores"),
+    "TMA latency": (700, "cycles", "calibrated with FlashMLA's published rate"),
+    "L2 to multiprocessor": (40, "bytes per cycle", "as above; DeepGEMM's heuristic says 46.6"),
+    "memory of an H200": (19.9, "bytes per cycle", "4.8 TB/s, 132 multiprocessors at 1.83 GHz"),
+    "latency of memory": (900, "cycles", "assumed"),
 }
-"""The table of everything the model takes as given."""
+"""What the model takes as given: value, unit and source. Names in capitals begin opcodes."""
 
 _PASSES = 7
 """Passes to settle and as many to measure, times the stages of the ring, which is full at the start."""
@@ -73,7 +58,7 @@ class ModelError(RuntimeError):
 
 def assumed(name: str) -> float:
     """Returns the value of an assumption."""
-    return ASSUMPTIONS[name].value
+    return ASSUMPTIONS[name][0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,7 +341,7 @@ class _Multiprocessor:
 
     def _set_scoreboards(self, warp: _Warp, instruction: Instruction) -> None:
         latency = _latency(instruction)
-        if warp.role.fetches and class_of(instruction) == "global":
+        if warp.role.fetches and is_global(instruction):
             latency = self._over_link(WARPS * global_bytes(instruction), latency) - self.now
         if instruction.op.startswith("MUFU"):
             self.exp2_free = max(self.exp2_free, self.now) + assumed("exp2 per warp")
@@ -365,7 +350,7 @@ class _Multiprocessor:
         if written is not None:
             warp.scoreboards[written] = max(warp.scoreboards[written], self.now + latency)
         if read is not None:
-            until_read = latency if class_of(instruction) == "fence" else assumed("operands read")
+            until_read = latency if instruction.op.startswith(_FENCES) else assumed("operands read")
             warp.scoreboards[read] = max(warp.scoreboards[read], self.now + until_read)
 
     def _arrive(self, name: str) -> None:
@@ -389,9 +374,11 @@ def product_cycles(product: Instruction) -> float:
 def _latency(instruction: Instruction) -> float:
     if is_wait(instruction):
         return assumed("mbarrier")
-    if class_of(instruction) == "global":
+    if is_global(instruction):
         return assumed("LDG")
-    return next((assumed(name) for name in _TIMED if instruction.op.startswith(name)), assumed("other"))
+    return next(
+        (value for name, (value, _, _) in ASSUMPTIONS.items() if instruction.op.startswith(name)), assumed("other")
+    )
 
 
-_TIMED = ("SHFL", "LDSM", "LDS", "STSM", "STS", "MUFU", "LDC", "MEMBAR", "FENCE", "R2UR", "UTMA")
+_FENCES = ("BAR", "MEMBAR", "FENCE", "ERRBAR", "CCTL")

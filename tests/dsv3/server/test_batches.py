@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.request_trace import Collector
 from dsv3.batch.journal import Journal, model_identity, summarize_input
 from dsv3.server.batches import runner, store
 from dsv3.server.batches.store import Batch, BatchStore, NotFound, Record
 from dsv3.server.http.batches import Form
 from dsv3.server.protocol.errors import ApiError
 from tests.dsv3.server import serving
+from tests.dsv3.server.collector import Collector
 from tests.dsv3.server.test_api_servers import Pair
 from tests.dsv3.text import tiny
 

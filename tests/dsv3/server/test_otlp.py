@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from benchmarks.request_trace import in_order, read_spans
 from dsv3.server import otlp
 from dsv3.server.otlp import Span, TraceContext, TraceSender, encode_head, encode_trace
 from dsv3.server.tracing import Tracer, make_tracer
+from tests.dsv3.server.collector import in_order, read_spans
 
 HEAD = encode_head({"service.name": "dsv3", "dsv3.role": "both"}, "dsv3")
 CONTEXT = TraceContext(b"t" * 16, b"s" * 8, b"p" * 8, 1, "vendor=x")

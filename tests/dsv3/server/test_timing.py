@@ -8,12 +8,12 @@ import sys
 import msgspec
 import pytest
 
-from benchmarks.request_trace import Collector
 from dsv3.config.server_options import ServerOptions
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import EngineOutput, EngineRequest, RequestRules, prepare
 from dsv3.server.tracing import Tracer
 from tests.dsv3.server import serving
+from tests.dsv3.server.collector import Collector
 
 PROMPT = list(range(10, 110))
 PARTS = ("tokenize", "grammar", "queue", "lookup", "transfer", "load", "prefill", "decode")

@@ -97,7 +97,7 @@ def align_groups(
 
 
 def _counted(ids: jax.Array, num_groups: int, tile_m: int, A: int, backend: Backend) -> GroupAlignment:
-    """Aligns by one kernel that reads all ids once per group. XLA makes fifteen of the sort."""
+    """Aligns with one kernel that reads all ids once per group; XLA compiles the sort to fifteen kernels."""
     shapes = ((A,), ids.shape, (A // tile_m,), (num_groups,), (), ())
     found = call.start(
         "align.align",

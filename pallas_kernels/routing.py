@@ -1,4 +1,5 @@
-"""The router's choice on GPUs: a Triton kernel, on Hopper too. XLA makes four of it, one of which sorts."""
+"""Selects experts on GPUs with one Triton kernel, also on Hopper. XLA compiles the same to four kernels, one of which
+sorts."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""Several instances behind one address: who takes a request, and where it goes on when that one dies. No jax."""
+"""Several instances behind one address: selects one for a request, and another when that one dies. No jax."""

@@ -457,7 +457,7 @@ def plan_directory(source: Path | Mapping[str, Any], cfg: ModelConfig, dtype: An
     else:
         directory, tensors = Path("the mapping of tensors"), tensors_in_memory(source)
         arrays = {tensors[name].path: array for name, array in source.items()}
-    if cfg.compressed is None:  # DeepSeek-V4's names are nobody else's
+    if cfg.compressed is None:  # only DeepSeek-V4 has these names
         tensors = to_deepseek_names(directory, tensors)
     return dataclasses.replace(plan_hf(directory, tensors, cfg, dtype, fp8), arrays=arrays)
 

@@ -371,7 +371,8 @@ class ModelConfig:
                 lifetime="window",
                 ring=max(compressed.window, 2 * ratio) + DRAFT_ROWS,
             ),
-            # Values and their scores: two series of each, of which the next window takes the first; one in heavy ones.
+            # Sparse layers keep two series of values and scores, and the next window starts with the first of them;
+            # heavy layers keep one.
             rows(SPARSE_TAILS, sparse, 2 * d, ratio, "window"),
             rows(INDEX_TAILS, sparse, 2 * Y, ratio, "window"),
             rows(SPARSE_PARTS, sparse, 4 * d, 2 * ratio + DRAFT_ROWS, "request"),
@@ -489,7 +490,7 @@ def materialized_operations(model: ModelConfig) -> int:
 
 
 def materialization_operations(model: ModelConfig) -> int:
-    """Returns those of making the keys and values of a token in a layer; 0 in compressed attention."""
+    """Returns the operations that materialize one token's keys and values in a layer; 0 in compressed attention."""
     if model.compressed is not None:
         return 0
     return 2 * model.num_attention_heads * (model.qk_nope_head_dim + model.v_head_dim) * model.kv_lora_rank
@@ -514,7 +515,8 @@ def key_operations(model: ModelConfig) -> float:
 
 
 def bounded_operations(model: ModelConfig) -> int:
-    """Returns those for what a query attends to in any long context: the window, and the entries chosen for it."""
+    """Returns the operations of attention to the window and to the chosen entries, for one query token: they do not
+    grow with the context."""
     compressed = model.compressed
     if compressed is None:
         return 0

@@ -42,7 +42,7 @@ class KvEventsConfig:
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "KvEventsConfig":
-        """Reads the fields; raises ValueError with the field, its value and what may be."""
+        """Reads the fields; raises ValueError with the field, its value and the allowed values."""
         refuse_unknown_fields(given, [field.name for field in dataclasses.fields(cls)])
         for name, value in given.items():
             if problem := _problem(name, value):
@@ -81,7 +81,7 @@ class StepMetricsConfig:
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "StepMetricsConfig":
-        """Reads the fields; raises ValueError with the field, its value and what may be."""
+        """Reads the fields; raises ValueError with the field, its value and the allowed values."""
         refuse_unknown_fields(given, [field.name for field in dataclasses.fields(cls)])
         for name, value in given.items():
             if not isinstance(value, str):

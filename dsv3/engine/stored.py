@@ -274,7 +274,7 @@ def _processor() -> str:
 def _own_key(directory: Path) -> bytes:
     """Returns this user's key; makes it at its first use, and again where a loss of power left it incomplete.
 
-    With an empty key anybody could sign a file that is then unpickled. Raises OSError where it can be neither read nor
+    An empty key would let any user sign a file that is then unpickled. Raises OSError where it can be neither read nor
     made, ValueError where others can read it or have made it.
     """
     path = directory / f"programs-{os.geteuid()}.key"

@@ -1,4 +1,4 @@
-"""The page cache of one rank: page pool with reference counts, prefix cache, and LRU eviction.
+"""The page cache of one rank (vLLM: KVCacheManager): page pool with reference counts, prefix cache, LRU eviction.
 
 `RankPrefixIndex` joins the prefix indexes of all ranks by key, so that one lookup covers them; a router has one of its
 instances.

@@ -57,7 +57,7 @@ class PrefillBatch:
     positions: Any  # [T] int32
     cu_lengths: Any  # [B + 1] int32
     context_lengths: Any  # [B] int32
-    page_table: Any  # [B, Mp] int32, entries beyond a request's pages are never read
+    page_table: Any  # [B, Mp] int32 (vLLM: block table), entries beyond a request's pages are never read
     form: AttentionForm = dataclasses.field(default=AttentionForm.ANY, metadata={"static": True})
     kv_capacity: int = dataclasses.field(default=0, metadata={"static": True})
     window_table: Any = None  # [B, Mp] int32

@@ -80,10 +80,10 @@ DSpark its number, so that each of these is a kind of its own."""
 
 
 class LayerPattern(NamedTuple):
-    """Passes through layers, from pass `first` on, whose kinds repeat: those of one turn, and how many turns.
-
-    Pass n works on the layers n + `offsets`, of which the first pass may have none: then it has the first layer in its
-    place. `of_ratio` counts the layers before each layer of the first turn that have its ratio.
+    """Layers whose kinds repeat with a fixed period. `kinds` are those of one period, `turns` how often it repeats,
+    `first` the number of the first pass. Pass n computes the layers n + `offsets`; a first pass without such layers
+    computes the stack's first layer. `of_ratio` counts the layers before each layer of the first turn that have its
+    ratio.
     """
 
     first: int
@@ -93,7 +93,8 @@ class LayerPattern(NamedTuple):
     of_ratio: tuple[tuple[int, ...], ...]
 
     def places(self, stack: Stack, turn: Index) -> list[tuple[LayerPlace, ...]]:
-        """Returns the places of the layers of each pass of a turn. Their numbers are one unit, and so few kernels."""
+        """Returns the positions of the layers of each pass of a period. One unit computes all positions, which keeps
+        the number of kernels low."""
         ratios = [kinds[0][0] for kinds in self.kinds]
 
         def numbers(turn: Index) -> list[list[tuple[Index, Index, Index]]]:
@@ -204,8 +205,8 @@ def scan_layers(
 ) -> tuple[Any, Any]:
     """Runs `body(carry, places)` for the passes of `patterns`; returns the last carry, and the results `[passes, ...]`.
 
-    Without `offsets` pass n has layer n of the stack. Passes of one pattern are compiled once. `ordered` makes another
-    function of the one that runs a turn of them. Without a pass the result is None.
+    Without `offsets` pass n has layer n of the stack. Passes of one pattern are compiled once. `ordered` wraps the
+    function that runs one period, to enforce program order. Without a pass the result is None.
     """
     results = []
     for pattern in patterns(cfg, stack.first_cache_layer, stack.depth, offsets):

@@ -1,4 +1,4 @@
-"""Structured output: grammar matchers and token bitmasks of constrained requests; imports no jax.
+"""Structured output (guided decoding): grammar matchers and token bitmasks of constrained requests; imports no jax.
 
 A request's matcher is a function of its answer as far as the host knows it. So nothing has to be undone after rejected
 drafts or a preemption: a matcher advances over the new tokens when the next bitmask is needed.
@@ -36,8 +36,8 @@ class GrammarStats:
 class Grammars:
     """Compiles grammars on a thread, caches them, and gives each sequence a matcher of its own.
 
-    A cached grammar is ready at once: a sequence whose matcher came a step late would have its prompt computed in a
-    step of its own, which was most of the cost with half of 16 requests constrained (benchmarks/structured.py).
+    A cached grammar is ready at once: if its matcher arrived a step later, its prompt would be computed in a separate
+    step: that was most of the cost when half of 16 requests were constrained (benchmarks/structured.py).
 
     `GrammarVocabulary.compile` bounds the time that a grammar takes. Before it comes here, the API server processes of
     a server compile it in a process that can be killed.

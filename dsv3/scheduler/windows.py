@@ -26,7 +26,7 @@ class WindowPages:
         self._cfg, self._slots, self._pages = cfg, slots, pages
 
     def start(self, sequence: Sequence, rank: int, cached: int) -> None:
-        """Gives a request that starts the window page behind which it continues its pages.
+        """Attaches the window page of the last cached page to a request that starts.
 
         It is that of the last of the `cached` pages or, where a tier has more, one to load. Where more pages are cached
         than can be continued, the request leaves a window page for the next one.

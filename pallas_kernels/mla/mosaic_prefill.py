@@ -268,7 +268,7 @@ def _produce(work: _PrefillWork):
 
 
 def _drain(shape: PrefillShape, smem: Any, steps) -> None:
-    """Waits until everything has been read: no arrival may be pending when a barrier ends."""
+    """Waits for the last reads: a barrier must not be invalidated while an arrival is pending."""
     for stage in range(shape.stages):
 
         @pl.when(steps > stage)

@@ -26,7 +26,8 @@ CPP, XLA = "C++", "XLA"
 def takes(dtype: jax.typing.DTypeLike, rows: int, weights: tuple[int, ...] | None = None) -> bool:
     """Returns whether the kernels multiply `rows` rows of this type.
 
-    They take any number of e4m3, which XLA widens first, and of any type where XLA's bits would depend on the rows.
+    They multiply any number of e4m3 rows, since XLA would widen them first, and rows of any type where the bits of
+    XLA's result would depend on their number.
     With the shape of `weights`, `[L, N, K]`, the choice may have been measured.
     """
     if rows <= 0 or jnp.dtype(dtype) not in DTYPES:

@@ -199,9 +199,8 @@ def low_latency_bytes(devices: int, rows: LayerRows) -> int:
 
 
 def _chunk_tokens(machine: Machine, replicas: int, rows: LayerRows) -> int:
-    """Returns the tokens of a call with high throughput: `rows.tokens`, or the largest power of 2 with place for it.
-
-    The place is `MAX_SHARED_BYTES`. Returns 0 where a node has a number of experts that the library does not take.
+    """Returns the tokens of a high-throughput call: `rows.tokens`, or the largest power of 2 whose buffers fit
+    `MAX_SHARED_BYTES`. Returns 0 where a node has a number of experts that the library does not take.
     """
     if machine.gpus * replicas % _NODE_EXPERTS:
         return 0

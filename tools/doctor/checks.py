@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tools.doctor.install import count_gpus
 
-_STACKS_S = 5.0  # before its time limit a check that hangs writes where
+_STACKS_S = 5.0  # seconds before its time limit at which a hanging check logs its stacks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _check(
     each: bool = False,
     counted: bool = False,
 ) -> Check:
-    """Returns a check whose command runs a module, named with its first arguments, that says where it hangs."""
+    """Returns a check that runs a module; its first arguments name it, and it logs its stacks if it hangs."""
     command = sys.executable, "-m", "tools.doctor.child", str(seconds - _STACKS_S), *module.split(), *arguments
     return Check(section, name, command, remedy, seconds, each, counted)
 

@@ -98,7 +98,7 @@ def operands(key: jax.Array) -> dict:
 def arrivals() -> tuple[np.ndarray, np.ndarray]:
     """Ids `[ROWS, LOCAL]` as a rank finds them: from each peer the first rows of its buffer, one expert in each.
 
-    Two experts of a token meet on a rank in 3 % of the rows that come there, which is left out.
+    3 % of the rows need two experts of the rank; this is not modeled.
     """
     capacity, per_peer = ROWS // RANKS, PAIRS / RANKS
     ids = np.full((RANKS, capacity, LOCAL), -1, np.int32)

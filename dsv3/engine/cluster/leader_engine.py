@@ -74,9 +74,8 @@ class LeaderExecutor(LocalExecutor):
         return results
 
     def plan_weights(self, source: Any) -> Callable[[], None]:
-        """Begins to plan an update in every process; what it returns waits for all.
-
-        That raises ValueError for a source that one of them cannot read.
+        """Starts to plan an update in every process. Returns a function that waits for all of them and raises
+        ValueError where one cannot read the source.
         """
         if not isinstance(source, str | os.PathLike):
             raise ValueError("several processes read new weights from a directory that each of them sees")

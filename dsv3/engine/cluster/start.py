@@ -106,7 +106,7 @@ def loaded_fields(components: EngineComponents) -> Fields:
 
 
 def own_gpus(cluster: ClusterOptions) -> list[int] | None:
-    """Returns which of the GPUs that this process sees it uses; None for all."""
+    """Returns the indices of the visible GPUs that this process uses; None: all."""
     processes = cluster.processes_per_node
     gpus = 0 if processes == 1 or jax.config.jax_platforms == "cpu" else visible_gpus()
     if gpus % processes:
@@ -152,6 +152,7 @@ def adapt_to_devices(
 
 
 def redundant_experts(experts: int, replicas: int, before: int, devices: int) -> int:
-    """Returns how many more replicas than experts to store on `devices`, fewer than the `before` they were."""
+    """Returns the number of redundant expert replicas for `devices`, after devices were lost: `before` is their number
+    at the first start."""
     per_device = max(replicas // before, -(-experts // devices))
     return per_device * devices - experts

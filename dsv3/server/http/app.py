@@ -224,7 +224,7 @@ async def _generate(kind: type[RequestHandler], service: Service, http: Request)
 
 
 def _begin_timeline(service: Service, http: Request) -> RequestTimeline:
-    """Returns the record of a request that has just come; its trace is sent when the exchange is over."""
+    """Creates the record of a new request; its trace is sent when the response has ended."""
     extensions, is_shown = http.scope["extensions"], http.headers.get(TIMING_HEADER) == "1"
     timeline = begin_timeline(service, extensions[REQUEST_ID], http.headers, is_shown=is_shown)
     if timeline.trace is not None:

@@ -427,7 +427,7 @@ async def prepare_requests(
         raise _api_error(service, error) from None
     first = service.engine.new_ids(count)
     replace, n = msgspec.structs.replace, sampling.n
-    if resumed:  # a request for each unfinished choice: no two of them have the same tokens
+    if resumed:  # one per unfinished choice: resumed choices have different tokens
         requests = [
             replace(
                 common,

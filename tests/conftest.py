@@ -1,5 +1,6 @@
 """Settings every test shares, fixed before jax is imported; and what keeps the suite's time down."""
 
+import atexit
 import gc
 import importlib.util
 import os
@@ -37,8 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     sys.dont_write_bytecode = False
     gc.disable()
-    if hasattr(config, "workerinput"):
-        return  # a worker of xdist has inherited it
+    if hasattr(config, "workerinput"):  # of xdist
+        atexit.register(os._exit, 0)  # to destroy all that a worker has imported and compiled takes seconds
+        return  # it has inherited the directory
     if getattr(config.option, "numprocesses", None) and (library := _jemalloc()):
         os.environ.setdefault("LD_PRELOAD", library)  # for workers, and the processes that their tests start
     directory = os.environ[_CACHE] = tempfile.mkdtemp(prefix="dsv3-tests-")

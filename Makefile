@@ -7,14 +7,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup serve test quick check toolchains clean
+.PHONY: setup serve test quick check lint types suite toolchains clean
 
 setup: $(VENV)/.runtime
 
 serve: $(VENV)/.runtime
 	@$(BIN)/python -m launch.serve --port $(PORT)
 
-test: check
+# mypy runs beside the first tests: alone it would leave all cores but one idle.
+test: lint
+	@$(MAKE) --no-print-directory --jobs=2 types suite
+
+suite: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder -rs
 
 QUICK := tests/test_architecture.py tests/test_docs.py tests/dsv3/scheduler tests/dsv3/kv_cache tests/dsv3/text \
@@ -24,9 +28,13 @@ QUICK := tests/test_architecture.py tests/test_docs.py tests/dsv3/scheduler test
 quick: check
 	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal $(QUICK) $(TESTS)
 
-check: $(VENV)/.dev
+check: lint types
+
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
 	$(BIN)/mypy
 
 toolchains: $(VENV)/.dev

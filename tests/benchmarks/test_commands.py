@@ -63,7 +63,7 @@ def zeros(cfg: ModelConfig, key: jax.Array, dtype: Any) -> Params:
 
 ONE_LAYER = dataclasses.replace(
     SMALL_V4, num_hidden_layers=1, num_hash_layers=0,
-    compressed=dataclasses.replace(SMALL_V4.compressed, ratios=(4,)),
+    compressed=dataclasses.replace(SMALL_V4.compressed, ratios=(128,)),
     dspark=dataclasses.replace(SMALL_V4.dspark, stages=1, target_layers=(0,)),
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Executes commands on the devices of this process; launching never waits for a device."""
+"""Executes commands on the devices of this process (vLLM: ModelRunner); launching never waits for a device."""
 
 import dataclasses
 import logging

@@ -148,7 +148,7 @@ class LatentStep:
     rows: StepRows
     pages_per_layer: int
     backend: Backend | None
-    positions: tuple[jax.Array, jax.Array]
+    positions: tuple[jax.Array, jax.Array]  # pages and offsets of the new rows (vLLM: slot mapping)
 
     @classmethod
     def of(cls, cfg: ModelConfig, rows: StepRows, pages_per_layer: int, backend: Backend | None) -> "LatentStep":

@@ -11,21 +11,20 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsv3.config.server_options import ServerOptions
 from dsv3.http_client import RequestFailed
 from dsv3.server.config import Deadlines
 from dsv3.server.http.auth import is_loopback, require_admission, require_key, require_local_name, tenant_of
-from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
+from dsv3.server.http.bodies import ClientGone, Handler, make_routes, read_json_body, unless_disconnected
 from dsv3.server.http.exchange import ENDED, REQUEST_ID, TIMING_HEADER, error_path, error_response, json_response
 from dsv3.server.http.http_server import ConnectionLimit, HttpServer, certificate_of, max_admitted
 from dsv3.server.http.serving import wait_for_any
@@ -49,7 +48,6 @@ _TLS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 PASSED = (*KINDS, "/tokenize", "/detokenize", f"{MESSAGES}/count_tokens")
 """Routes that any instance may answer. Files, batches and profiles belong to one instance."""
 
-_Route = Callable[[Request], Awaitable[Response]]
 REGISTER = "/instances"
 """The route on which instances register, with their own key and not the clients'."""
 CANARY = "/canary"
@@ -97,7 +95,7 @@ class RouterSite:
 
 def make_app(site: RouterSite, host: str) -> ASGIApp:
     """Returns the application, behind keys where there are any."""
-    handlers: dict[tuple[str, str], _Route] = {
+    handlers: dict[tuple[str, str], Handler] = {
         ("GET", "/health"): functools.partial(_health, site),
         ("GET", "/metrics"): functools.partial(_metrics, site),
         ("GET", "/v1/models"): functools.partial(_models, site),
@@ -107,8 +105,7 @@ def make_app(site: RouterSite, host: str) -> ASGIApp:
         handlers["POST", CANARY] = functools.partial(_share, site)
     if site.members is not None:
         handlers["POST", REGISTER] = functools.partial(_register, site.members, site)
-    routes = [Route(path, endpoint(handler), methods=[method]) for (method, path), handler in handlers.items()]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+    app = Starlette(routes=make_routes(handlers), exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
     admitted = require_admission(app, lambda _: site.fleet.metrics.requests.labels("503").inc())
     if not site.tenants.all:

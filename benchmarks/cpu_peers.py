@@ -8,7 +8,7 @@
 The first form writes a random model of 745 million parameters at 12 layers (`benchmarks/cpu_step.py` has its shape) as
 a Hugging Face checkpoint. The second starts a server per dtype, and two llama-servers per GGUF file: one with
 llama.cpp's own defaults, and one with flash attention and as many threads as cores (`--llama-settings` names other
-ones). The load generator of `tools.bench` measures one after the other, in turns over the rounds; idle servers wait. An
+ones). The load generator `tools.load` measures one after the other, in turns over the rounds; idle servers wait. An
 interpreter that has transformers and torch generates the same numbers of tokens in batches, once per dtype except fp8:
 its sequences start and end together, the best case of a batch. Without `--model` all of them run the bundled model.
 
@@ -54,7 +54,7 @@ from dsv3.engine.build import bundled_model
 from dsv3.llm import LLM
 from dsv3.model.params import Params, abstract, declare, initialize
 from dsv3.sampling_params import SamplingParams
-from tools.bench import load
+from tools import load
 
 LIMITS = ("--max_num_seqs=16",)
 FORMATS = {"fp8": ("--dtype=bfloat16", "--fp8=quantize")}

@@ -30,7 +30,7 @@ from benchmarks.hostile import Felt, Siege, memory, percentiles
 from benchmarks.hostile import problems as problems_of
 from benchmarks.record import Cell, Report, arguments, run
 from dsv3.http_client import Address, Client
-from tools.bench.stream import RequestRecord, complete
+from tools.load import RequestRecord, complete
 
 _SAMPLE_S = 5.0
 _SPARE_DESCRIPTORS = (

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.bench import load as bench
+from tools import load as bench
 from tools.doctor.install import GB, used_bytes
 from tools.doctor.rows import CaseResult, run_cases
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tools.bench.load import PERCENTILES, distribution
+from tools.load import PERCENTILES, distribution
 
 Outcome = Literal["", "answered", "refused", "too long"]
 _GAP = 1e-4

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv3.http_client import Address, Client, RequestFailed
-from tests.tools.bench.fake_openai import fake_server
-from tools.bench.stream import complete, events
+from tests.tools.fake_openai import fake_server
+from tools.load import complete, events
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +216,6 @@ def test_events_are_parsed_from_any_pieces():
 
 
 def test_an_endless_event_is_refused(monkeypatch):
-    monkeypatch.setattr("tools.bench.stream.MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr("tools.load.MAX_EVENT_BYTES", 100)
     with pytest.raises(RequestFailed, match="more than 100 bytes"):
         parse(b"data: " + b"x" * 200)

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tools.bench.fake_openai import fake_server
-from tools.bench import load
-from tools.bench.load import bodies, distribution, summarize
-from tools.bench.stream import Arrival, RequestRecord
+from tests.tools.fake_openai import fake_server
+from tools import load
+from tools.load import Arrival, RequestRecord, bodies, distribution, summarize
 
 
 def record(index=0, scheduled=0.0, arrivals=((1.0, 1), (1.5, 1), (2.5, 1)), finished=2.6, **fields):

@@ -1,1 +1,0 @@
-"""A load of streamed requests and what became of each: `stream` sends one, `load` many."""

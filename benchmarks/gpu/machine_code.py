@@ -1,6 +1,6 @@
 """Reads the main loops of the kernels from their machine code, and says in a model what binds them. No GPU is needed.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.gpu.machine_code [--only decode|dense] [--multiprocessors 78]
+    JAX_PLATFORMS=cpu python -m benchmarks.gpu.machine_code [--only 'decode|dense|window'] [--multiprocessors 78]
 
 Compiles each kernel at production shapes for sm_90a, disassembles it (ptxas and nvdisasm of the `aot` extra) and
 reports for each main loop: instructions by class, stall counts, registers, shared memory, arrivals, bounds by resource,
@@ -18,7 +18,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.gpu.sass import ceilings, counts, disassembly, kernels, loops, model
+from benchmarks.gpu import triton_kernels
+from benchmarks.gpu.sass import ceilings, counts, disassembly, kernels, listed, loops, model
 from benchmarks.record import Cell, Report, arguments, run
 from pallas_kernels import aot
 from pallas_kernels.mosaic import NUM_SMS
@@ -71,13 +72,18 @@ class Reading:
 
 def main(report: Report) -> int:
     args = arguments(__doc__, only="", multiprocessors=NUM_SMS)
-    chosen = [kernel for kernel in kernels.kernels() if any(each in kernel.name for each in args.only.split("|"))]
-    if not chosen:
-        print(f"no kernel is called {args.only!r}: {[kernel.name for kernel in kernels.kernels()]}", file=sys.stderr)
+    by_name, triton = {kernel.name: kernel for kernel in kernels.kernels()}, triton_kernels.cases()
+    every = [*by_name, *listed.names(triton)]
+    names = [name for name in every if any(each in name for each in args.only.split("|"))]
+    if not names:
+        print(f"no kernel is called {args.only!r}: {every}", file=sys.stderr)
         return 2
     with taking(Multiprocessors(args.multiprocessors)):
         try:
-            tabulate(report, [_said(read(kernel)) for kernel in chosen])
+            if chosen := [_said(read(by_name[name])) for name in names if name in by_name]:
+                tabulate(report, chosen)
+            if others := [name for name in names if name in triton]:
+                report.table(listed.TITLE, listed.HEAD, listed.rows(triton, others, OTHERS))
         except (aot.AotUnavailableError, disassembly.ToolMissingError) as error:
             print(error, file=sys.stderr)
             return 2

@@ -1,6 +1,6 @@
 """Reads the main loops of the kernels from their machine code, and says in a model what binds them. No GPU is needed.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.gpu.machine_code [--only decode|dense] [--multiprocessors 78]
+    JAX_PLATFORMS=cpu python -m benchmarks.gpu.machine_code [--only 'decode|dense|window'] [--multiprocessors 78]
 
 Compiles each kernel at production shapes for sm_90a, disassembles it (ptxas and nvdisasm of the `aot` extra) and
 reports for each main loop: instructions, registers, spills, bounds by resource, and cycles from a small model whose
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.gpu.sass import ceilings, counts, disassembly, kernels, loops, model
+from benchmarks.gpu.sass import ceilings, counts, disassembly, kernels, listed, loops, model
 from benchmarks.record import Cell, Report, arguments, run
 from pallas_kernels import aot
 from pallas_kernels.mosaic import NUM_SMS
@@ -71,9 +71,12 @@ class Reading:
 
 def main(report: Report) -> int:
     args = arguments(__doc__, only="", multiprocessors=NUM_SMS)
-    chosen = [kernel for kernel in kernels.kernels() if any(each in kernel.name for each in args.only.split("|"))]
-    if not chosen:
-        print(f"no kernel is called {args.only!r}: {[kernel.name for kernel in kernels.kernels()]}", file=sys.stderr)
+    every, only = [*kernels.kernels()], args.only.split("|")
+    chosen = [kernel for kernel in every if any(each in kernel.name for each in only)]
+    triton = {name: case for name, case in listed.cases().items() if any(each in name for each in only)}
+    if not chosen and not triton:
+        names = [*(kernel.name for kernel in every), *listed.cases()]
+        print(f"no kernel is called {args.only!r}: {names}", file=sys.stderr)
         return 2
     with taking(Multiprocessors(args.multiprocessors)):
         try:
@@ -81,10 +84,13 @@ def main(report: Report) -> int:
             for kernel in chosen:
                 readings.append(read(kernel))
                 print(f"read {kernel.name}", file=sys.stderr, flush=True)
+            if readings:
+                tabulate(report, readings)
+            if triton:
+                report.table(listed.TITLE, listed.HEAD, listed.rows(triton, OTHERS))
         except (aot.AotUnavailableError, disassembly.ToolMissingError) as error:
             print(error, file=sys.stderr)
             return 2
-        tabulate(report, readings)
     return 0
 
 

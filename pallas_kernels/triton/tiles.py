@@ -43,8 +43,8 @@ def paged_tile(gpu: GpuKind, rows: int, width: int, itemsize: int, *, fp8_pages:
 def listed_tile(gpu: GpuKind, heads: int, *, fp8_rows: bool) -> TritonTile:
     """Returns heads of a query by rows of its list for compressed attention; FP8 rows are decoded in registers."""
     block, rows = min(power_of_two(heads), 32), 32 if gpu.shared_memory > 128 << 10 else 16
-    if fp8_rows:  # no registers are left for rows in flight
-        return TritonTile(block, rows, warps=16 if block * rows > 512 else 8, stages=1)
+    if fp8_rows:  # no registers are left for rows in flight; more warps would compute the same scores
+        return TritonTile(block, rows, warps=rows // 4, stages=1)
     return TritonTile(block, rows, warps=8, stages=2)  # on Hopper and Blackwell two programs fit a multiprocessor
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks.gpu import machine_code
-from benchmarks.gpu.sass import ceilings, counts, disassembly, kernels, loops, model
+from benchmarks.gpu.sass import ceilings, counts, disassembly, kernels, listed, loops, model
 from benchmarks.gpu.sass.model import Link, Load, Protocol, Role
 from benchmarks.record import Report
 
@@ -173,6 +173,25 @@ def test_tables_name_bounds_and_others(monkeypatch):
     assert "| DeepGEMM dense 128x192 | 768 / 768 |" in text and "**256**" in text
     ratio = 768 * (256 / 768) / run.cycles
     assert f"| {ratio:.2f} / {ratio:.2f} |" in text
+
+
+def test_attention_to_listed_rows_is_bounded_for_64_rows_and_64_heads():
+    """A pass of eight warps is 32 heads and 32 rows of 1,024 bytes: a quarter of the work; rows come twice."""
+    (path,) = loops.main_loops(
+        function(
+            ".L_rows:",
+            "LDGSTS.E.BYPASS.128 [R2], [R4.64]",
+            *["LDSM.16.M88.4 R8, [R6]"] * 2,
+            *["HMMA.16816.F32.BF16 R12, R8, R10, R12"] * 64,
+            "MUFU.EX2 R3, R3",
+            "@P0 BRA `(.L_rows)",
+            "EXIT",
+        )
+    )
+    products, fetched, tensor, shared, issue, exp2, l2 = listed.bounds(path, 8, 32, 32, 1024)
+    assert products == tensor == 64 * 8 * 4 == 2 * 64 * 64 * 512 / 2048  # as many as there are to do
+    assert (fetched, l2) == (128, 128 * 1024 / 40)
+    assert (shared, issue, exp2) == (4 * 8 * 3 * 512 / 128, 4 * 2 * 69, 4 * 2 * 8)
 
 
 def test_every_other_loop_is_one_of_the_stored():

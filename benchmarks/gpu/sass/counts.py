@@ -11,6 +11,8 @@ _SHAPE = re.compile(r"\.64x(\d+)x\d+")
 _STEP_BYTES = 32
 """Bytes along K of one wgmma: 16 values of 16 bits or 32 of 8."""
 _ROWS = 64
+_OF_A_WARP = "HMMA.16816"
+"""16 x 8 values of K 16, all operands in registers."""
 WARPS = 4
 """Warps of a warpgroup, each on a sub-partition of its own."""
 _GLOBAL = re.compile(r"LDG|LD\.|STG|ATOM|RED")
@@ -67,8 +69,12 @@ def columns(product: Instruction) -> int:
 
 
 def tensor_cycles(product: Instruction) -> float:
-    """Returns the cycles that a wgmma keeps the tensor cores: 64 x N values of K 16 (8 bits: 32) take N / 2."""
-    return columns(product) / 2
+    """Returns the cycles that a product of four warps keeps the tensor cores.
+
+    64 x N values of K 16 (8 bits: 32) take N / 2 in a wgmma. For the products of single warps, which do not reach that
+    rate on Hopper, it is assumed too.
+    """
+    return 4.0 if product.op.startswith(_OF_A_WARP) else columns(product) / 2
 
 
 def left_in_registers(product: Instruction) -> bool:
@@ -77,6 +83,8 @@ def left_in_registers(product: Instruction) -> bool:
 
 
 def _operand_bytes(product: Instruction) -> int:
+    if product.op.startswith(_OF_A_WARP):
+        return 0
     return (columns(product) + (0 if left_in_registers(product) else _ROWS)) * _STEP_BYTES
 
 

@@ -24,8 +24,8 @@ def is_copy(instruction: Instruction) -> bool:
 
 
 def is_product(instruction: Instruction) -> bool:
-    """Whether this is a warpgroup's matrix product."""
-    return "GMMA" in instruction.op
+    """Whether this is a matrix product of a warpgroup (Mosaic) or a warp (Triton)."""
+    return "GMMA" in instruction.op or instruction.op.startswith("HMMA")
 
 
 def is_arrival(instruction: Instruction) -> bool:

@@ -37,7 +37,7 @@ from tests.dsv3.model.deepseek_v4 import with_module
 LIMITS = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 512, "max_num_batched_tokens": 64}
 TWO = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 PROMPTS = [np.random.default_rng(n).integers(4, 48, n).tolist() for n in (300, 129, 120, 70)]
-LENGTH = 16
+LENGTH, REDUNDANT = 16, 2
 MODULE = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "tokens_per_row": 3}
 
 
@@ -84,13 +84,15 @@ def test_deepseek_v4_continues_pages_of_an_instance_on_two_devices(patient: None
     """A page has 512 tokens: 64 entries of each device, and 2 where all are seen. Both have window and state.
 
     One instance computes a prompt, in chunks, and another continues it. Of the next prompts some are pre-empted. Both
-    instances have drafts.
+    instances have drafts. The second one moves experts from device to device meanwhile: of a layer whose experts are
+    chosen by token, of another, and of the module.
     """
     (tmp_path / "key").write_text("k" * 40)
     (tmp_path / "key").chmod(0o600)
     params, cfg = with_module("deepseek_v4", 1, 2)
     cfg, mesh = dataclasses.replace(cfg, context_shards=2), rank_mesh(jax.devices()[:2], 1, 2, 2)
-    components = expert_parallel_functions(cfg, mesh, 0, dtype=jnp.float32), spread_experts(params, cfg, mesh, 0), cfg
+    functions = expert_parallel_functions(cfg, mesh, REDUNDANT, dtype=jnp.float32)
+    components = functions, spread_experts(params, cfg, mesh, REDUNDANT), cfg
     given = {
         "num_window_pages": window_pages(cfg, "float32", 4, 4),
         "kv_offloading_size": 1e-3,
@@ -109,7 +111,10 @@ def test_deepseek_v4_continues_pages_of_an_instance_on_two_devices(patient: None
     prompts = [rng.integers(2, 64, n).tolist() for n in (520, 505, 503, 507, 504)]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    prefill, decode = engine(role="prefill", transfer_address=address), engine(role="decode")
+    balancing = {"eplb_interval": 4, "eplb_threshold": 1.0}
+    prefill, decode = engine(role="prefill", transfer_address=address), engine(role="decode", **balancing)
+    balancer = decode.planners["experts"]
+    start = balancer.expert_map
     prefill.executor.devices.programs = decode.executor.devices.programs
     run(prefill, request("first", prompts[0], max_tokens=1, ignore_eos=True))
     first = texts(decode, prompts[:1], address) + texts(decode, prompts[1:])
@@ -130,6 +135,8 @@ def test_deepseek_v4_continues_pages_of_an_instance_on_two_devices(patient: None
     hits = stats.jobs["pages"].tiers["host"].hits
     assert texts(decode, prompts[:1]) == first[:1]
     assert decode.stats().jobs["pages"].tiers["host"].hits - hits == 512
+    moved, balance = (balancer.expert_map.phy2log != start.phy2log).any(axis=1), decode.stats().jobs["experts"]
+    assert moved.tolist() == [True, True, True] and balance.checksum_failures == 0 < balance.rebalances
 
 
 def programs_of_a_gpu(monkeypatch: pytest.MonkeyPatch, form: AttentionForm, capacity: int) -> None:

@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import zmq
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import ModelConfig
@@ -16,12 +18,15 @@ from dsv3.engine.build import build_engine
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import BlockFunctions, in_full_precision, model_functions
+from dsv3.kv_cache.events import hash_of
 from dsv3.kv_cache.layout import window_pages, window_size
+from dsv3.kv_cache.page_keys import extend_keys
 from dsv3.model.forward import forward
 from dsv3.model.params import Params
 from dsv3.scheduler.request import join_routed_experts
 from tests.dsv3.engine import fewer
 from tests.dsv3.engine.driving import Gathered, request, run
+from tests.dsv3.engine.test_kv_events import Router, eventually
 from tests.dsv3.model import golden
 from tests.dsv3.model.deepseek_v4 import model, with_module, with_stages
 from tests.dsv3.model.golden import DIRECTORY
@@ -43,7 +48,19 @@ def parts(served: tuple[Params, ModelConfig], **changes: object) -> EngineCompon
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Where the engine publishes its events."""
+    sockets = f"ipc://{tmp_path_factory.mktemp('kv')}"
+    return {
+        "enable_kv_cache_events": True,
+        "endpoint": f"{sockets}/events",
+        "replay_endpoint": f"{sockets}/replay",
+        "topic": "kv@here",
+    }
+
+
+@pytest.fixture(scope="module")
+def engine(published: dict) -> Iterator[Engine]:
     """Serves the published form of a checkpoint, in float32."""
     options = EngineOptions(
         max_model_len=512,
@@ -52,11 +69,14 @@ def engine() -> Engine:
         dtype="float32",
         fp8="dequantize",
         enable_return_routed_experts=True,
+        kv_events_config=published,
     )
     with fewer.one_bucket(), fewer.greedy_samplers():
         engine = build_engine(DIRECTORY / MEMBER, options, progress=False)
         engine.warm_up()
-    return engine
+    yield engine
+    assert engine.events is not None
+    engine.events.close()
 
 
 PROMPTS = [prompt[prompt >= 0].tolist() for prompt in golden.data(MEMBER)["prompts"]]
@@ -114,6 +134,21 @@ def test_long_prompts_share_a_prefix(engine: Engine) -> None:
     first, *tails = (rng.integers(2, 64, n).tolist() for n in (290, 180, 60, 150))
     assert check(engine, {"a": [*first, *tails[0]]}) == {"a": 0}
     assert check(engine, {"b": [*first, *tails[1]], "c": [*first, *tails[2]]}) == {"b": 256, "c": 256}
+
+
+def test_a_router_knows_the_pages_of_256_tokens(engine: Engine, published: dict) -> None:
+    """Its key follows from its tokens. Pages of the window, and the state, are in no event."""
+    prompt = np.random.default_rng(3).integers(2, 64, 250).tolist()
+    answer = run(engine, request("known", prompt, max_tokens=20, ignore_eos=True))["known"].tokens
+    keys: list[bytes] = []
+    extend_keys(engine.rules.root(""), keys, np.array(prompt + answer, np.int32), 256)
+    [cache] = engine.scheduler.caches
+    with zmq.Context() as context:
+        router = Router(published, 0, context, page_size=256)
+        eventually(lambda: router.catch_up() or router.held["GPU"] == {hash_of(key) for key in cache.index._page_of})
+        context.destroy(linger=0)
+    assert router.spells(hash_of(keys[0])) == (prompt + answer)[:256]
+    assert hash_of(keys[0]) in router.held["GPU"]
 
 
 @pytest.fixture(scope="module")

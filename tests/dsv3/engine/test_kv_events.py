@@ -28,8 +28,9 @@ PROMPT = [i % 60 + 1 for i in range(200)]
 class Router:
     """A subscriber's view of one rank's events: page hashes by medium, and each page's tokens."""
 
-    def __init__(self, config: dict, rank: int, context: zmq.Context) -> None:
+    def __init__(self, config: dict, rank: int, context: zmq.Context, page_size: int = 64) -> None:
         suffix = f"_dp{rank}" if rank else ""
+        self.page_size = page_size
         self.rank, self.next, self.held = rank, 0, {"GPU": set(), "CPU": set(), "STORAGE": set()}
         self.tokens: dict[int, tuple[int | None, list[int]]] = {}
         self.extra: list[object] = []
@@ -60,13 +61,13 @@ class Router:
     def BlockStored(
         self, block_hashes, parent_block_hash, token_ids, block_size, medium, lora_id, lora_name, extra_keys=None
     ):
-        assert (block_size, lora_id, lora_name) == (64, None, None)
+        assert (block_size, lora_id, lora_name) == (self.page_size, None, None)
         assert not self.held[medium] & {*block_hashes}, "stored twice"
         self.held[medium] |= {*block_hashes}
         if medium == "GPU":
-            assert len(token_ids) == 64 * len(block_hashes)
-        for i in range(len(token_ids) // 64):
-            spelled = parent_block_hash, token_ids[64 * i : 64 * (i + 1)]
+            assert len(token_ids) == block_size * len(block_hashes)
+        for i in range(len(token_ids) // block_size):
+            spelled = parent_block_hash, token_ids[block_size * i : block_size * (i + 1)]
             assert self.tokens.setdefault(block_hashes[i], spelled) == spelled
             parent_block_hash = block_hashes[i]
         self.extra.append(extra_keys)

@@ -166,6 +166,7 @@ def test_a_row_of_the_step_has_the_bits_of_a_cached_one() -> None:
         (((128, 512), jnp.bfloat16), (584, jnp.uint8), 448, None),
         (((4, 96), jnp.bfloat16), (96, jnp.bfloat16), 64, "rows of 96 values"),
         (((4, 32), jnp.float32), (32, jnp.float32), 24, "neither bfloat16 nor float16"),
+        (((4, 16), jnp.bfloat16), (16, jnp.bfloat16), 8, "no power of two from 32 to 512"),
         (((4, 64), jnp.bfloat16), (64, jnp.float16), 32, "not of the queries' type"),
         (((4, 64), jnp.bfloat16), (104, jnp.uint8), 32, "no whole groups of 64"),
     ],

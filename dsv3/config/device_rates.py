@@ -44,6 +44,14 @@ GROUPED_FLOPS = 1000 / 1979
 PREFILL_FLOPS = 993 / 1979
 DECODE_CORE_FLOPS = 580 / 989
 PREFILL_CORE_FLOPS = 535 / 989
+LISTED_CORE_FLOPS, LISTED_FP8_CORE_FLOPS = 2048 / 13472, 2048 / 14464
+"""DeepSeek-V4's attention to listed rows, in bfloat16 and FP8: bounds from its machine code, no measurements.
+
+Cycles of the products of 64 rows and 64 heads at the tensor core's peak, over those that the kernel's loop needs of
+shared memory.
+
+Source: docs/performance/machine_code.md.
+"""
 PREFILL_OVERHEAD = 1.25
 """Time of prefill relative to its products: norms, quantization, rotation and routing."""
 LINK = 153 / 160

@@ -229,9 +229,11 @@ def compressed_core(model: ModelConfig, rates: Rates, batch: PlannedBatch, kerne
     again = 0 if n == 1 else compressed.num_sparse * n * compressed.indexer.topk  # among the best of all devices
     row, key = (row_bytes(model, batch.cache_dtype, name) for name in (WINDOW_LATENTS, INDEX_KEYS))
     sparse, heavy = compressed.num_sparse / L, compressed.num_heavy / L
-    score_flops = rates.fp8_core_flops if batch.cache_dtype == "fp8" else rates.decode_core_flops
+    score_flops, core_flops = rates.decode_core_flops, rates.listed_core_flops
+    if batch.cache_dtype == "fp8":
+        score_flops, core_flops = rates.fp8_core_flops, rates.listed_fp8_core_flops
     scores = max(keys * index_operations(model) / score_flops, keys * (key + _SCORE_BYTES) / rates.hbm)
-    core = max(seen * absorbed_operations(model) / batch.split / rates.decode_core_flops, rows * row / rates.hbm)
+    core = max(seen * absorbed_operations(model) / batch.split / core_flops, rows * row / rates.hbm)
     choosing, seeing_all = _groups(model, batch)
     launches = sparse * choosing * _SPARSE_LAUNCHES + heavy * seeing_all * _HEAVY_LAUNCHES
     launches += (1 - sparse - heavy) * _WINDOW_LAUNCHES + (2 * sparse + heavy) * _POOLING_LAUNCHES

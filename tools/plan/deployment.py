@@ -267,6 +267,9 @@ class Rates:
     """The peak."""
     fp8_core_flops: float
     """Attention's products in e4m3: index scores of FP8 keys."""
+    listed_core_flops: float
+    listed_fp8_core_flops: float
+    """Attention of all heads to the rows of a list, which are bfloat16 or FP8."""
     selection: float
     """Index scores per second from which one multiprocessor selects the top-k."""
     multiprocessors: int
@@ -298,6 +301,8 @@ def kernel_rates(device: Device, model: ModelConfig, kernel_share: float | None 
         prefill_core_flops=device.bf16_flops * device_rates.PREFILL_CORE_FLOPS * prefilling,
         bf16_flops=device.bf16_flops,
         fp8_core_flops=device.fp8_flops * device_rates.DECODE_CORE_FLOPS * decoding,
+        listed_core_flops=device.bf16_flops * device_rates.LISTED_CORE_FLOPS * decoding,
+        listed_fp8_core_flops=device.bf16_flops * device_rates.LISTED_FP8_CORE_FLOPS * decoding,
         selection=device_rates.SELECTION,
         multiprocessors=round(device.multiprocessors * decoding),
         hbm=hbm,

@@ -151,7 +151,7 @@ def test_each_family_keeps_what_makes_it_one(name):
         {"Int4Weight", "ShapeDtypeStruct"} if cfg.int4_experts else {"Fp8Weight" if cfg.fp8 else "ShapeDtypeStruct"}
     )
     tokens, table = jnp.zeros((2, 1), jnp.int32), jnp.zeros((2, 3), jnp.int32)
-    batch = DecodeBatch(tokens, jnp.array([70, 0]), table, None if cfg.indexer is None else True)
+    batch = DecodeBatch(tokens, jnp.array([70, 0]), table)
     _, decode, _ = step._programs(Backend.REFERENCE, "bfloat16")
     hidden, logits, _ = jax.eval_shape(decode, params, cfg, batch, pool(cfg, "bfloat16", 7))
     assert hidden.shape == (2, 1, 512) and logits.shape == (2, 1, 1024)

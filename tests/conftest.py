@@ -81,12 +81,28 @@ def pytest_make_collect_report(
     return report
 
 
+_TESTS = Path(__file__).parent
+# Folders of which most time is waiting for processes that they have started.
+_WAITING = ("dsv3/server", "dsv3/engine/cluster", "dsv3/batch", "dsv3/kv_cache", "launch", "router")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files that compile for a GPU, and the notebook, come first: one worker would sit alone on them at the end."""
+    """Files that compile for a GPU, and the notebook, come first: one worker would sit alone on them at the end.
+
+    Of the rest, those that wait lie evenly among those that compute: workers that all wait leave cores idle.
+    """
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.path)  # workers must have one order
     long = {item.path for item in items if item.get_closest_marker("aot") or item.path.name == "test_examples.py"}
-    items.sort(key=lambda item: item.path not in long)
+    places: dict[Path, float] = {}
+    files = dict.fromkeys(item.path for item in items)
+    for kind in ([file for file in files if _waits(file)], [file for file in files if not _waits(file)]):
+        places |= {file: (number + 0.5) / len(kind) for number, file in enumerate(kind)}
+    items.sort(key=lambda item: (item.path not in long, places[item.path]))
+
+
+def _waits(file: Path) -> bool:
+    return file.is_relative_to(_TESTS) and file.relative_to(_TESTS).as_posix().startswith(_WAITING)
 
 
 def pytest_collection_finish() -> None:

@@ -103,9 +103,11 @@ def test_a_backend_that_cannot_run_here_is_rejected(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("operation", [name for name in checks.names() if name not in HOPPER])
 def test_operations_pass_their_quick_checks(operation: str) -> None:
-    """Those without C++ compare the reference in bfloat16 with the reference in float32."""
-    backend = Backend.NATIVE if operation in checks.names(Backend.NATIVE) else REFERENCE
-    rows = [checks.check(made, backend) for made in checks.OPERATIONS[operation].cases(backend, True)]
+    """Those without C++ compare the reference in bfloat16 with the reference in float32, in the smallest case."""
+    is_native = operation in checks.names(Backend.NATIVE)
+    backend = Backend.NATIVE if is_native else REFERENCE
+    cases = list(checks.OPERATIONS[operation].cases(backend, True))
+    rows = [checks.check(made, backend) for made in (cases if is_native else cases[:1])]
     assert rows and not [row for row in rows if not row.passed]
 
 

@@ -136,8 +136,8 @@ def convert_int4(weight: Any, mode: Int4Mode, dtype: np.dtype) -> Any:
     """Converts INT4 experts as `mode` says; returns all other parameters unchanged.
 
     Scales are stored as `[L, E, N, K / 32]` and always transposed. Experts are converted on their devices, one layer at
-    a time; device memory must hold a stack's words and its result. Kept INT4 has the error of bfloat16 (0.4 % of the
-    outputs); FP8 has 6 %, because it quantizes activations too.
+    a time; device memory must hold a stack's words and its result. Kept INT4 has the error of bfloat16; FP8 has more,
+    because it quantizes activations too.
     """
     if not isinstance(weight, Int4Weight):
         return weight

@@ -149,12 +149,8 @@ class Prefill:
             call, self.arrays, poisoned, pairs * 2 * (_OWN + _SHARED + _VALUES), size, parts * "two parts"
         )
 
-    def context_shapes(self, *, fp8: bool = False) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns those of q, pages, page_table, context_lengths and cu_lengths of `mla_prefill_context`."""
-        return jax.eval_shape(functools.partial(self.context_arrays, fp8=fp8), jax.random.key(0))
-
     def context_arrays(self, key: jax.Array, *, fp8: bool = False) -> tuple[jax.Array, ...]:
-        """Returns random queries and pages, page table and lengths."""
+        """Returns random q, pages, page_table, context_lengths and cu_lengths of `mla_prefill_context`."""
         (q,) = self._random(key, (self.tokens, self.heads, WIDTH))
         contexts = np.asarray(self.contexts, np.int32)
         places = page_table(contexts, self.pages), contexts, self.cu_lengths

@@ -69,8 +69,8 @@ def open_agent(progresses: bool) -> Agent:
     """Opens an agent over UCX; raises ImportError without nixl, and nixl's exceptions where it fails.
 
     `progresses` gives it a thread of its own, which other agents need to connect, and without RDMA to read. It takes a
-    whole core even while no agent reads. Per processor second NIXL moved 5 times the bytes of the encrypted sockets
-    over shared memory, and 1.2 times over TCP, where it was a tenth slower.
+    whole core even while no agent reads. Per processor second NIXL moves several times the bytes of the encrypted
+    sockets over shared memory, and hardly more over TCP.
     """
     raises = logging.raiseExceptions
     import nixl

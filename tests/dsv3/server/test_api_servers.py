@@ -30,7 +30,7 @@ def running(model_dir, **settings):
 
 
 def test_all_api_servers_wait_for_a_silent_engine_as_long() -> None:
-    """By the option of an instance of several processes: the most impatient one would have the engine killed."""
+    """They take the limit of an instance of several processes: one that waits less would have the engine killed."""
     fields = {"coordinator": "localhost:1", "num_processes": 2, "process_id": 0, "cluster_key_file": "key"}
     cluster = ClusterOptions(**fields, cluster_silence_timeout=90.0)
     config = ServerConfig(Path("m"), ("m",), cluster=cluster)

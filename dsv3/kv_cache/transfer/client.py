@@ -264,22 +264,21 @@ class Peers:
     def _connect(self, address: str) -> ssl.SSLSocket:
         host, _, port = address.rpartition(":")
         try:
-            connection = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
+            connection: socket.socket = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
         except ValueError as error:  # UnicodeError is one: IDNA has no such name
             raise PeerError(f"not a host and port ({error})") from None
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(protocol.HANDSHAKE_S)
-            tls = self._context.wrap_socket(connection)
+            connection = tls = self._context.wrap_socket(connection)
             reads = self._reader is not None and self._reader.accepts(address)
             protocol.send(tls, msgspec.structs.replace(self._hello, reads=reads))
             answer = protocol.receive(tls, HelloAnswer)
+            if answer is None or answer.refusal:
+                raise PeerError(_CLOSED if answer is None else f"it refused: {answer.refusal}")
         except BaseException:
             connection.close()
             raise
-        if answer is None or answer.refusal:
-            tls.close()
-            raise PeerError(_CLOSED if answer is None else f"it refused: {answer.refusal}")
         if self._reader is not None:
             self._reader.set_agent(address, answer.agent)
         return tls

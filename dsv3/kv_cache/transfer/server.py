@@ -151,13 +151,13 @@ class PageServer:
     def _serve_peer(self, tls: ssl.SSLSocket, other: PeerHello) -> None:
         """Serves the requests of an instance with the same identity until it disconnects."""
         refusal = protocol.difference(self._hello, other)
-        if not refusal and not self._peers.acquire(blocking=False):
+        is_admitted = not refusal and self._peers.acquire(blocking=False)
+        if not refusal and not is_admitted:
             refusal = f"{_MAX_PEERS} connections are being served, which is the limit"
-        agent = self._agent if other.reads and not refusal else b""
-        protocol.send(tls, HelloAnswer(refusal, agent))
-        if refusal:
-            raise PeerError(f"refused an instance: {refusal}")
         try:
+            protocol.send(tls, HelloAnswer(refusal, self._agent if other.reads and not refusal else b""))
+            if refusal:
+                raise PeerError(f"refused an instance: {refusal}")
             buffer = np.empty(self._hello.payload_bytes, np.uint8)
             while (request := self._next(tls)) is not None:
                 tls.settimeout(protocol.STALL_S)
@@ -169,7 +169,8 @@ class PageServer:
                 else:
                     self._send_pages(tls, request, buffer)
         finally:
-            self._peers.release()
+            if is_admitted:
+                self._peers.release()
 
     def _next(self, tls: ssl.SSLSocket) -> PeerRequest | None:
         tls.settimeout(protocol.IDLE_S)

@@ -11,6 +11,7 @@ import pytest
 from dsv3.kv_cache.page_keys import make_header
 from dsv3.kv_cache.tiers.host_pool import HostPool, host_pool_bytes
 from dsv3.kv_cache.transfer import protocol
+from dsv3.kv_cache.transfer import server as server_module
 from dsv3.kv_cache.transfer.client import Peers
 from dsv3.kv_cache.transfer.protocol import PeerError, PeerHello
 from dsv3.kv_cache.transfer.server import PageServer
@@ -206,3 +207,17 @@ def test_a_silent_peer_times_out(monkeypatch: pytest.MonkeyPatch):
 def test_a_port_in_use_is_an_error(server: PageServer, host_pool: HostPool):
     with pytest.raises(ValueError, match="transfer_address: cannot listen"):
         PageServer("127.0.0.1", server.address[1], SECRET, HELLO, host_pool)
+
+
+def test_a_client_that_hangs_up_before_the_answer_takes_no_place(host_pool: HostPool, monkeypatch: pytest.MonkeyPatch):
+    class HungUp:
+        def sendall(self, _: bytes) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(server_module, "_MAX_PEERS", 1)
+    server = PageServer("127.0.0.1", 0, SECRET, HELLO, host_pool)
+    for _ in range(2):
+        with pytest.raises(BrokenPipeError):
+            server._serve_peer(HungUp(), HELLO)
+    fetch(Peers(SECRET, HELLO), address_of(server), 0).check(0)
+    server.close()

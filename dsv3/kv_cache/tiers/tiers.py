@@ -323,6 +323,7 @@ class Tiers(HostTiers):
 
     def clear(self) -> None:
         self._host_pool.clear()
+        self._host_writer.submit(self._host_pool.clear)  # and what was still to be written
 
     def wait(self, seconds: float) -> None:
         """Waits until a load or lookup has finished since the last call, at most `seconds`."""
@@ -358,9 +359,10 @@ class Tiers(HostTiers):
     def begin_fetch(self, address: str, keys: Sequence[Key]) -> Future[int]:
         address, _, bootstrap_room = address.partition("#")
         if not bootstrap_room:
-            return self._fetchers.submit(self._fetch, address, keys)
+            return self._submit_work(self._fetchers, self._fetch, address, keys)
         assert self._peers is not None
         num_fetched: Future[int] = Future()
+        num_fetched.add_done_callback(lambda _: self.wake())
 
         def on_found(found: Future[str]) -> None:
             work = self._fetchers.submit(self._fetch_found, found, keys)
@@ -374,7 +376,6 @@ class Tiers(HostTiers):
         if (error := found.exception()) is None:
             return self._fetch(found.result(), keys, measures=False)
         self._on_fetch_error(error)
-        self.wake()
         return self.continued_depth(keys, 0, self.num_in_host_memory(keys))
 
     def drop(self, load: "Future[PageBatch] | Future[RemoteBatch]") -> None:
@@ -450,7 +451,6 @@ class Tiers(HostTiers):
             self.peer.record_load(count * self.payload_bytes, seconds)
         if measures:
             self._rates["peer"].update(count * self.payload_bytes, seconds)
-        self.wake()
         return self.continued_depth(keys, 0, self.num_in_host_memory(keys))
 
     def _on_fetch_error(self, error: BaseException) -> None:
@@ -556,7 +556,10 @@ class PrefixLoad:
             self._num_submitted += len(keys)
 
     def pop_batch(self) -> PageBatch | RemoteBatch | None:
-        """Returns the next batch once it is loaded; None before. An incomplete batch is the last one."""
+        """Returns the next batch once it is loaded; None before, and for a batch without pages.
+
+        An incomplete batch is the last one.
+        """
         if not self._loading:
             self._progress = self._tiers.now()
             self.advance()
@@ -578,7 +581,7 @@ class PrefixLoad:
         if batch.num_pages < wanted:
             self.cancel()
         self.advance()
-        return batch
+        return batch if batch.num_pages else None
 
     def cancel(self) -> None:
         """Cancels the batches that are still loading."""

@@ -1,5 +1,6 @@
-"""The tiers of one process beside a store that hangs."""
+"""The tiers of one process: a store that hangs, loads that find nothing, and clearing."""
 
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ import pytest
 
 from dsv3.kv_cache.tiers import tiers
 from dsv3.kv_cache.tiers.host_pool import HostPool, host_pool_bytes
-from dsv3.kv_cache.tiers.tiers import Tiers
+from dsv3.kv_cache.tiers.hosts import OrderExecutor, RemoteTiers, TierEvents
+from dsv3.kv_cache.tiers.tiers import PrefixLoad, Tiers
 
 SIZE = 64
 STORED = [bytes([i]) * 32 for i in range(8)]
@@ -103,3 +105,33 @@ def test_the_number_of_running_lookups_is_bounded(pages: Tiers, store: Hanging, 
     while pages._lookups:  # the last is removed after its result is set
         time.sleep(0.001)
     assert pages.lookup_store(elsewhere(0), 0) is not None
+
+
+@pytest.fixture
+def alone() -> Tiers:
+    """Tiers without a store."""
+    host_pool = HostPool(np.zeros(host_pool_bytes(16, SIZE), np.uint8), SIZE, 16)
+    return Tiers((1, 8), host_pool, now=Clock(), page_size=64, window_parts=1)
+
+
+def test_a_load_in_another_process_that_finds_nothing_gives_no_batch(alone: Tiers) -> None:
+    """A batch without pages would name payloads that the process has not kept."""
+    reports: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    executor, remote = OrderExecutor(alone, TierEvents(), reports.put), RemoteTiers(alone, None, range(1))
+    load = PrefixLoad(remote, STORED)
+    executor.execute_before_step(remote.pop_orders())
+    while load._loading and not load._loading[0][0].done():
+        remote.on_report(reports.get(timeout=60))
+    assert load.pop_batch() is None and load.is_over
+    assert remote.num_loading_batches == 0 and not executor._loads
+
+
+def test_clearing_also_removes_pages_that_are_still_to_be_written(alone: Tiers) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    alone._host_writer.submit(lambda: (begun.set(), go_on.wait(60)))
+    assert begun.wait(60)
+    alone.offload(STORED[:2], np.zeros((2, SIZE), np.uint8))
+    alone.clear()
+    go_on.set()
+    alone._host_writer.submit(lambda: None).result(timeout=60)
+    assert all(map(alone.lacks, STORED))

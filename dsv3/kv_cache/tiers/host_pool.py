@@ -28,6 +28,7 @@ FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettem
 _MAX_ENGINES = 64  # of one model on a host
 _ZEROS = 2**20  # bytes per write
 _KEPT = 4  # buffers of each size
+_NOT_MINE = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENXIO}  # no file, or another user's
 _log = logging.getLogger(__name__)
 
 PayloadAddress = tuple[int, int]
@@ -220,8 +221,10 @@ def _lock_one(folder: Path, prefix: str, size: int) -> tuple[Path, int]:
         path = folder / f"{prefix}{i}"
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except (PermissionError, IsADirectoryError):
-            continue
+        except OSError as error:
+            if error.errno in _NOT_MINE:
+                continue
+            raise
         if _is_mine(descriptor) and _lock(descriptor) and _is_at(path, descriptor):
             if os.fstat(descriptor).st_size != size:
                 os.ftruncate(descriptor, 0)
@@ -268,7 +271,7 @@ def _remove_others(folder: Path, prefix: str, own: str) -> None:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             continue
-        if _is_mine(descriptor) and _lock(descriptor):
+        if _is_mine(descriptor) and _lock(descriptor) and _is_at(path, descriptor):
             _log.info("removing the host pool of an engine that has ended: %s", path)
             path.unlink(missing_ok=True)
         os.close(descriptor)

@@ -1,5 +1,7 @@
 """The host pool: LRU blocks, damage, shared memory between processes, and staging buffers."""
 
+import os
+import socket
 import threading
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.kv_cache.page_keys import ALIGNMENT, HEADER_BYTES, make_header, read_header
+from dsv3.kv_cache.tiers import host_pool as host_pool_module
 from dsv3.kv_cache.tiers.host_pool import HostPool, SharedMemory, Staging, blocks_within, host_pool_bytes
 
 SIZE = 1000
@@ -147,6 +150,32 @@ def test_memory_of_an_ended_engine_is_removed(tmp_path: Path):
     ended.close()
     SharedMemory("c", 8192, tmp_path)
     assert running.path.exists() and not ended.path.exists()
+
+
+def test_names_that_are_no_files_are_passed_over(tmp_path: Path):
+    """Any user of the host can take a name in the shared folder."""
+    names = [f"dsv3-kv-{os.getuid()}-a-{i}" for i in range(3)]
+    (tmp_path / names[0]).symlink_to(tmp_path / "elsewhere")
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(str(tmp_path / names[1]))
+        assert SharedMemory("a", 8192, tmp_path).path.name == names[2]
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_file_that_took_the_name_of_a_removed_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ended = SharedMemory("b", 8192, tmp_path)
+    ended.close()
+    lock = host_pool_module._lock
+
+    def replaced_before_the_lock(descriptor: int) -> bool:
+        if os.path.samestat(os.fstat(descriptor), os.stat(ended.path)):
+            ended.path.unlink()
+            ended.path.write_bytes(b"new")
+        return lock(descriptor)
+
+    monkeypatch.setattr(host_pool_module, "_lock", replaced_before_the_lock)
+    SharedMemory("c", 8192, tmp_path)
+    assert ended.path.read_bytes() == b"new"
 
 
 def test_too_little_memory_is_an_error_at_the_start(tmp_path: Path):

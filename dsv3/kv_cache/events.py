@@ -208,6 +208,7 @@ class EventEncoder:
         for i, key in enumerate(pages.keys):
             tokens = pages.tokens[i * self._page_size : (i + 1) * self._page_size]
             self._page_tokens[key] = PageTokens([key], parent, tokens, pages.salted_root)
+            self._page_tokens.move_to_end(key)
             parent = key
         while len(self._page_tokens) > _MAX_PAGE_TOKENS:
             self._page_tokens.popitem(last=False)

@@ -102,7 +102,6 @@ class Directory:
         self._used: OrderedDict[Key, float] = OrderedDict()  # when its file was touched, least recently used first
         self._scanned_at = 0.0
         self.evictions = self.damaged = 0
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._scan()
 
     @property
@@ -123,7 +122,7 @@ class Directory:
         return sum(1 for _ in itertools.takewhile(bool, found))
 
     def put(self, keys: Sequence[Key], payloads: np.ndarray) -> int:
-        """Writes payloads that are not stored yet; after an OSError the directory holds what it held before."""
+        """Writes payloads that are not stored yet; after an OSError some of them may be stored, each whole."""
         if time.monotonic() - self._scanned_at > _RESCAN_S:
             self._scan()
         new = [(key, payload) for key, payload in zip(keys, payloads, strict=True) if key not in self._used]
@@ -213,8 +212,12 @@ class Directory:
             self.evictions += 1
 
     def _scan(self) -> None:
-        """Reads the directory in the order of last use, and removes files that a crash has left unfinished."""
+        """Reads the directory in the order of last use, and removes files that a crash has left unfinished.
+
+        Creates the directory where it is missing: it may have been deleted while the engine runs.
+        """
         self._scanned_at = time.monotonic()
+        self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = dict(self._found())
         with self._lock:
             self._used = OrderedDict(sorted(found.items(), key=lambda item: item[1]))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from dsv3.config.publishing import KvEventsConfig, endpoint_of
+from dsv3.kv_cache import events as events_module
 from dsv3.kv_cache.events import EventEncoder, EventQueue, PageTokens, Removed, Stored, hash_of
 from dsv3.kv_cache.page_keys import window_keys
 
@@ -58,6 +59,17 @@ def test_messages_have_vllms_format():
         0: [on_host, 0],
         1: [[{**on_device, "token_ids": [*range(128)]}, *on_host, gone], 1],
     }
+
+
+def test_token_ids_of_pages_that_are_stored_again_are_kept_longest(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(events_module, "_MAX_PAGE_TOKENS", 2)
+    events, encoder = EventQueue(9), EventEncoder(1, 64)
+    for i in (1, 2, 1, 3):
+        events.append(PageTokens([key(i)], None, np.full(64, i, np.int32)))
+    events.append(Stored(0, "CPU", [key(1), key(2), key(3)]))
+    events.end_batch()
+    [[messages, _]] = decoded(encoder.messages(events.pop())).values()
+    assert [message["token_ids"][:1] for message in messages] == [[1], [], [3]]
 
 
 def test_window_pages_are_in_no_message():

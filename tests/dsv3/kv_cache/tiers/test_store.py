@@ -4,7 +4,9 @@ import contextlib
 import http.server
 import os
 import re
+import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -251,6 +253,14 @@ def test_a_failed_write_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPat
             store.put(keys(1), payloads(1))
     assert not files(root) and store.bytes_held == 0
     assert store.put(keys(1), payloads(1)) == 1
+
+
+def test_a_directory_that_was_deleted_is_made_again(root: Path, monkeypatch: pytest.MonkeyPatch):
+    store = opened(root)
+    shutil.rmtree(root)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 3600.0)
+    assert store.put(keys(1), payloads(1)) == 1 and got(store, 1) == 1
 
 
 def test_concurrent_reads_writes_and_deletes(root: Path):

@@ -87,7 +87,7 @@ def _messages(value: Any) -> Any:
     if isinstance(value, str):
         try:
             return msgspec.json.decode(value)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return value
     if isinstance(value, list):
         return [_without_nulls(each) for each in value]
@@ -150,7 +150,7 @@ class _AnswerBody(OutputBody):
 
 def _columns(line: bytes) -> tuple[Any, ...]:
     output = parse_output(line)
-    body = _AnswerBody() if output.response is None else msgspec.json.decode(output.response.body, type=_AnswerBody)
+    body = _AnswerBody() if output.response is None else _answer_body(output.response.body)
     if output.response is None or output.response.status_code != 200 or not body.choices:
         error = output.error or body.error
         return (None, None, None, error_text(error) if error is not None else "no answer", None, None)
@@ -161,6 +161,14 @@ def _columns(line: bytes) -> tuple[Any, ...]:
         text = bytes(message.tool_calls).decode()
     tokens = (usage.get("prompt_tokens"), usage.get("completion_tokens"))
     return (text, message.reasoning_content, choice.finish_reason, None, *tokens)
+
+
+def _answer_body(body: msgspec.Raw) -> _AnswerBody:
+    """Parses a response's body; one that is not in OpenAI's format, as of other servers' errors, has no answer."""
+    try:
+        return msgspec.json.decode(body, type=_AnswerBody)
+    except msgspec.MsgspecError:
+        return _AnswerBody()
 
 
 def write_answers(source: str, target: str, answers: Answers, options: BatchOptions) -> None:

@@ -118,6 +118,27 @@ def test_conversations_are_nested_or_json(tmp_path):
     assert [json.loads(each)["body"]["messages"] for each in asked] == [messages[1:], "rubbish"]
 
 
+@pytest.mark.parametrize("body", [{"error": "no such model"}, {"choices": None}, {"choices": [{"text": 7}]}])
+def test_an_answer_of_another_form_costs_no_other_row(tmp_path, monkeypatch, body):
+    """Servers of other engines have errors of their own."""
+
+    async def complete(self, url, asked):
+        return Reply(400, "", body) if b"two" in asked else await echo(self, url, asked)
+
+    echo = Echo.complete
+    monkeypatch.setattr(Echo, "complete", complete)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"q": "one"}\n{"q": "two"}\n')
+    answer(source, target, prompt_column="q")
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [(row["answer"], row["answer_error"]) for row in rows] == [("ONE", None), (None, "no answer")]
+
+
+def test_a_conversation_that_is_nested_too_deep_is_left_to_the_server():
+    deep = "[" * 100_000
+    assert tables._messages(deep) == deep
+
+
 def test_lines_with_messages_are_a_table_and_batch_lines_are_not(tmp_path):
     write(tmp_path / "in.jsonl", [{"messages": [{"role": "user", "content": "hi"}], "more": [1]}])
     answer(tmp_path / "in.jsonl", tmp_path / "out.jsonl")

@@ -266,7 +266,10 @@ def _stored_template(directory: Path, config: dict[str, Any]) -> str | None:
     """Reads `chat_template.jinja`, else the template of `tokenizer_config.json`, "default" among several."""
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text("utf-8")
+        try:
+            return file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerError(f"{file}: {error}") from None
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}

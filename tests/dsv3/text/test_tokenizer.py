@@ -73,6 +73,10 @@ def test_from_directory(tmp_path):
     assert tokenizer.encode("def add") == TOKENIZER.encode("def add")
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     assert Tokenizer.from_directory(tmp_path).chat_template == "{{ messages }}"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja: .* can't decode"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").write_text("[1")
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
         Tokenizer.from_directory(tmp_path)

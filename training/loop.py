@@ -88,8 +88,8 @@ class Checkpoints:
 
     def _check_model(self, step: int) -> None:
         saved = self._manager.restore(step, args=ocp.args.Composite(model=ocp.args.JsonRestore())).model
-        wanted = dataclasses.asdict(self._config.model)
-        different = [k for k, v in wanted.items() if saved.get(k) != (list(v) if isinstance(v, tuple) else v)]
+        wanted = json.loads(json.dumps(dataclasses.asdict(self._config.model)))  # tuples are lists in the checkpoint
+        different = [k for k, v in wanted.items() if saved.get(k) != v]
         if different:
             changes = ", ".join(f"{k} was {saved.get(k)}, is {wanted[k]}" for k in different)
             raise ValueError(f"the checkpoint belongs to another model: {changes}; use another --output")

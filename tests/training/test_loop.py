@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from dsv3.checkpoint import load_params
+from dsv3.config.model import IndexerConfig
 from training import data as training_data
 from training import loop
 from training.config import TrainingConfig
@@ -69,6 +70,23 @@ def test_a_run_is_not_overwritten_and_needs_a_checkpoint_to_resume(tmp_path: Pat
     other = dataclasses.replace(toy_config, model=dataclasses.replace(toy_config.model, n_group=1))
     with pytest.raises(ValueError, match="n_group was 2, is 1"):
         run(other, tmp_path / "run", resume=True)
+
+
+def test_a_checkpoint_of_a_model_with_an_indexer_is_restored(tmp_path: Path, toy_config: TrainingConfig) -> None:
+    """The checkpoint has JSON, in which tuples inside of a setting are lists too."""
+    indexer = IndexerConfig(2, 16, 8, shared_layers=(1,))
+    with Checkpoints(tmp_path, with_indexer(toy_config, indexer)) as checkpoints:
+        checkpoints.save(1, {"x": jnp.arange(2)})
+        checkpoints.wait()
+        step, found = checkpoints.restore({"x": jax.ShapeDtypeStruct((2,), jnp.int32)})
+        assert step == 1 and found["x"].tolist() == [0, 1]
+    other = dataclasses.replace(indexer, shared_layers=())
+    with Checkpoints(tmp_path, with_indexer(toy_config, other)) as checkpoints, pytest.raises(ValueError, match="was"):
+        checkpoints.restore({"x": jax.ShapeDtypeStruct((2,), jnp.int32)})
+
+
+def with_indexer(config: TrainingConfig, indexer: IndexerConfig) -> TrainingConfig:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, indexer=indexer))
 
 
 def test_losses_are_drawn(tmp_path: Path) -> None:

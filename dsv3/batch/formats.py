@@ -60,7 +60,9 @@ def open_input(name: str) -> Iterator[BinaryIO]:
         if form.compression == "gzip":
             file = stack.enter_context(gzip.GzipFile(fileobj=file))
         elif form.compression == "zstd":
-            reader = require_module("zstandard").ZstdDecompressor().stream_reader(file, read_across_frames=True)
+            arrow = require_module("pyarrow")
+            with _errors_named(name):
+                reader = arrow.CompressedInputStream(arrow.PythonFile(file, "r"), "zstd")
             file = stack.enter_context(io.BufferedReader(reader))
         with _errors_named(name):
             yield file
@@ -81,9 +83,8 @@ def open_output(name: str) -> Iterator[BinaryIO]:
         if form.compression == "gzip":
             target = stack.enter_context(gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0))
         elif form.compression == "zstd":
-            target = stack.enter_context(
-                require_module("zstandard").ZstdCompressor().stream_writer(file, closefd=False)
-            )
+            arrow = require_module("pyarrow")
+            target = stack.enter_context(arrow.CompressedOutputStream(arrow.PythonFile(file, "w"), "zstd"))
         yield target
     if not form.is_url:
         with _errors_named(name):
@@ -118,13 +119,6 @@ def _errors_named(name: str) -> Iterator[None]:
     except (OSError, EOFError) as error:
         raise BatchError(f"{name}: {getattr(error, 'strerror', None) or error}") from error
     except Exception as error:
-        if type(error).__module__.partition(".")[0] not in (
-            "zlib",
-            "zstd",
-            "zstandard",
-            "fsspec",
-            "aiohttp",
-            "pyarrow",
-        ):
+        if type(error).__module__.partition(".")[0] not in ("zlib", "fsspec", "aiohttp", "pyarrow"):
             raise
         raise BatchError(f"{name}: {error}") from error

@@ -77,7 +77,7 @@ def write(name, rows):
             file.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
 
 
-@pytest.mark.parametrize("target", ["out.parquet", "out.csv.gz", "out.jsonl.zst", "out.jsonl"])
+@pytest.mark.parametrize("target", ["out.parquet", "out.csv.gz", "out.csv.zst", "out.jsonl.zst", "out.jsonl"])
 @pytest.mark.parametrize("source", ["in.parquet", "in.csv", "in.csv.zst", "in.jsonl.gz", "in.ndjson"])
 def test_rows_keep_their_order_and_get_their_answers(tmp_path, source, target):
     write(tmp_path / source, [{"id": i, "question": prompt} for i, prompt in enumerate(PROMPTS)])
@@ -211,6 +211,18 @@ def test_unreadable_files_are_named_in_the_error(tmp_path, name):
         (tmp_path / name).write_bytes(b"\x00\xffrubbish" * 9)
     with pytest.raises(BatchError, match=name):
         answer(tmp_path / name, tmp_path / "out.jsonl", prompt_column="x")
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_a_compressed_file_that_was_cut_off_is_an_error(tmp_path, ending):
+    """It ends in the middle of its rows, for example after a download that was interrupted."""
+    name = tmp_path / f"in.jsonl.{ending}"
+    with open_output(str(name)) as file:
+        file.write(b"".join(b'{"prompt": "%d"}\n' % i for i in range(1000)))
+    assert len(list(tables.iter_rows(str(name)))) == 1000
+    name.write_bytes(name.read_bytes()[:-20])
+    with pytest.raises(BatchError, match=rf"{name}: "):
+        list(tables.iter_rows(str(name)))
 
 
 def test_the_error_for_a_missing_library_has_the_install_command(monkeypatch, tmp_path):

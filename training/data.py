@@ -19,6 +19,7 @@ from training.tokenizer import BOS_ID, EOS_ID, PAD_ID, encode_chat, train_tokeni
 
 PROMPT_END_EVERY = 400
 """Average distance in characters between two cuts of a document (`encode_document`)."""
+_MAX_VOCAB = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +37,21 @@ class Data:
 
 
 def prepare(directory: Path, config: TrainingConfig) -> Data:
-    """Opens the tokenizer and token arrays in `directory`; the first call creates them from the standard library."""
+    """Opens the tokenizer and token arrays in `directory`; the first call creates them from the standard library.
+
+    Raises ValueError for a vocabulary whose ids need more than 16 bits, and where the arrays were made for another
+    vocabulary or length of rows.
+    """
+    if config.model.vocab_size > _MAX_VOCAB:
+        raise ValueError(f"vocab_size {config.model.vocab_size}: ids are kept in 16 bits, so at most {_MAX_VOCAB}")
     if not (directory / "data.json").exists():
         directory.mkdir(parents=True, exist_ok=True)
         _write(directory, config)
     arrays = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in ("train", "held_out", "chat")}
     facts = json.loads((directory / "data.json").read_text())
+    for name, value in _made_for(config).items():
+        if facts.get(name, value) != value:
+            raise ValueError(f"{directory} was made for {name} {facts[name]}, not {value}; give another --output")
     return Data(
         Tokenizer.from_file(str(directory / "tokenizer.json")), **arrays, held_out_bytes=facts["held_out_bytes"]
     )
@@ -58,7 +68,7 @@ def _write(directory: Path, config: TrainingConfig) -> None:
     np.save(directory / "held_out.npy", encode_documents(tokenizer, held_out, None))
     conversations = [encode_chat(tokenizer, *pair) for pair in chat_pairs(train)]
     np.save(directory / "chat.npy", pack(conversations, config.sequence_length, rng))
-    facts = {
+    facts = _made_for(config) | {
         "training_documents": len(train),
         "held_out_documents": [doc.name for doc in held_out],
         "training_bytes": _bytes(train),
@@ -67,6 +77,11 @@ def _write(directory: Path, config: TrainingConfig) -> None:
         "packages": {name: corpus.facts(name) | {"bytes": _bytes(docs)} for name, docs in of_packages.items()},
     }
     (directory / "data.json").write_text(json.dumps(facts, indent=1))
+
+
+def _made_for(config: TrainingConfig) -> dict[str, int]:
+    """Returns the settings that other token arrays would need."""
+    return {"vocab_size": config.model.vocab_size, "sequence_length": config.sequence_length}
 
 
 def _bytes(docs: list[corpus.Document]) -> int:

@@ -164,7 +164,7 @@ def train(
     Raises:
       FileExistsError: `output` holds checkpoints and `resume` is false.
       FileNotFoundError: `resume` is true and there is no checkpoint.
-      ValueError: the checkpoint belongs to another model.
+      ValueError: the checkpoint, or the data beside it, belongs to another model.
     """
     if resume and not (output / "checkpoints").is_dir():
         raise FileNotFoundError(f"no checkpoint in {output}; start without --resume")

@@ -34,6 +34,22 @@ def test_arrays_are_made_once_and_the_same_anywhere(
         np.testing.assert_array_equal(getattr(prepared, name), getattr(reopened, name))
 
 
+@pytest.mark.usefixtures("prepared")
+def test_arrays_are_not_taken_for_those_of_another_configuration(tmp_path: Path, toy_config: TrainingConfig) -> None:
+    """A run that ended before its first checkpoint leaves its arrays to the next one in the same directory."""
+    other_words = dataclasses.replace(toy_config, model=dataclasses.replace(toy_config.model, vocab_size=300))
+    with pytest.raises(ValueError, match="made for vocab_size 320, not 300"):
+        training_data.prepare(tmp_path / "data", other_words)
+    with pytest.raises(ValueError, match="made for sequence_length 32, not 64"):
+        training_data.prepare(tmp_path / "data", dataclasses.replace(toy_config, sequence_length=64))
+
+
+def test_a_vocabulary_that_needs_more_than_16_bits_is_refused_at_once(tmp_path: Path, toy_config: TrainingConfig):
+    many = dataclasses.replace(toy_config, model=dataclasses.replace(toy_config.model, vocab_size=2**16 + 1))
+    with pytest.raises(ValueError, match="vocab_size 65537: ids are kept in 16 bits"):
+        training_data.prepare(tmp_path / "data", many)
+
+
 def test_a_batch_depends_on_the_step_alone(prepared: Data, toy_config: TrainingConfig) -> None:
     first, again = (training_data.batch(prepared, toy_config, 1) for _ in range(2))
     np.testing.assert_array_equal(first, again)

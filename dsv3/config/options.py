@@ -42,6 +42,7 @@ _OF_SPREAD_EXPERTS: dict[str, Any] = {
 _STAGING_GIB = 1.0
 """Host memory of a store without host cache: the queue of writes (512 MiB) and as much again for loads."""
 _MAX_PROCESSES = 4096
+_MAX_GIB = 2**30  # an exbibyte: bytes are counted in 64 bits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,6 +242,7 @@ class RunOptions:
         "Cache pages also in this many GiB of host memory, which outlives an engine; 0: none, but 1 with --kv_store, "
         "whose pages pass through it. Per process of an instance.",
         low=0,
+        high=_MAX_GIB,
         group="cache",
     )
     kv_store: str | None = option(
@@ -253,6 +255,7 @@ class RunOptions:
         100.0,
         "Use at most this many GiB of the directory --kv_store.",
         above=0,
+        high=_MAX_GIB,
         programs=False,
         group="cache",
     )

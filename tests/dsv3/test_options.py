@@ -139,6 +139,7 @@ def test_options_reach_the_engine_process_as_they_are() -> None:
         ({"max_num_queued_reqs": None}, "max_num_queued_reqs: None is not an integer"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization: 0 is not above 0 and at most 1"),
         ({"gpu_memory_utilization": float("nan")}, "nan is not above 0 and at most 1"),
+        ({"kv_store_size": float("inf")}, "kv_store_size: inf is not above 0 and at most 1073741824"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching: 1 is not True or False"),
         ({"dtype": "int4"}, "dtype: 'int4' is not one of auto, float32"),
         ({"enable_eplb": True}, "enable_eplb: True needs enable_expert_parallel"),

@@ -103,9 +103,11 @@ class SimulateOptions:
         "or of KV events (events); or to the next in turn.",
     )
     kv_offloading_size: float = option(
-        0.0, "Offload pages of prompts to this many GiB of each instance's host memory.", low=0
+        0.0, "Offload pages of prompts to this many GiB of each instance's host memory.", low=0, high=2**20
     )
-    kv_store_size: float = option(0.0, "Offload them also to a store of this many GiB that all share.", low=0)
+    kv_store_size: float = option(
+        0.0, "Offload them also to a store of this many GiB that all share.", low=0, high=2**20
+    )
     scale: bool = option(False, "Start and drain instances by --scale_queue and --scale_use.")
     scale_queue: float = option(_POLICY.queue_s, "Add one above so many seconds of prompts per instance.", above=0)
     scale_use: float = option(_POLICY.use, "Add one above this used share of cache or batch slots.", above=0, high=10)

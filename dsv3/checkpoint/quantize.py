@@ -64,11 +64,6 @@ def packed_form(cfg: ModelConfig, spec: ParamSpec) -> PackedForm | None:
     return INT4 if cfg.int4_experts else FP4 if cfg.fp4_experts else None
 
 
-def is_int4(cfg: ModelConfig, spec: ParamSpec) -> bool:
-    """Returns whether a checkpoint of `cfg` holds this parameter as INT4."""
-    return packed_form(cfg, spec) is INT4
-
-
 def abstract_int4(shape: tuple[int, ...]) -> Int4Weight:
     """Returns the shapes of words and scales of a weight `[..., N, K]` on devices."""
     *lead, n, k = shape
@@ -132,15 +127,13 @@ def _narrowed_slice(tensor_slice: TensorSlice, by: int, name: str) -> TensorSlic
     )
 
 
-def convert_int4(weight: Any, mode: Int4Mode, dtype: np.dtype) -> Any:
-    """Converts INT4 experts as `mode` says; returns all other parameters unchanged.
+def convert_int4(weight: Int4Weight, mode: Int4Mode, dtype: np.dtype) -> Any:
+    """Converts INT4 experts as `mode` says.
 
     Scales are stored as `[L, E, N, K / 32]` and always transposed. Experts are converted on their devices, one layer at
     a time; device memory must hold a stack's words and its result. Kept INT4 has the error of bfloat16; FP8 has more,
     because it quantizes activations too.
     """
-    if not isinstance(weight, Int4Weight):
-        return weight
     where = weight.data.sharding
     served = Int4Weight(weight.data, jax.jit(_transposed, out_shardings=where)(weight.scale))
     if mode != "keep":
@@ -148,10 +141,8 @@ def convert_int4(weight: Any, mode: Int4Mode, dtype: np.dtype) -> Any:
     return jax.block_until_ready(served)
 
 
-def convert_int4_shapes(weight: Any, mode: Int4Mode, dtype: np.dtype) -> Any:
+def convert_int4_shapes(weight: Int4Weight, mode: Int4Mode, dtype: np.dtype) -> Any:
     """Returns the shapes of the result of `convert_int4`, given shapes and shardings."""
-    if not isinstance(weight, Int4Weight):
-        return weight
     served = Int4Weight(weight.data, jax.eval_shape(_transposed, weight.scale))
     if mode != "keep":
         served = jax.eval_shape(_conversion(mode, dtype), served)

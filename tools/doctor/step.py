@@ -30,7 +30,7 @@ from configs.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V32
 from configs.glm import GLM_4_7_FLASH, GLM_5
 from configs.kimi import KIMI_K2_THINKING
 from configs.mistral import MISTRAL_SMALL_4
-from dsv3.checkpoint.quantize import abstract_int4, is_int4, rounding
+from dsv3.checkpoint.quantize import INT4, abstract_int4, packed_form, rounding
 from dsv3.config.engine import pages_for
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
@@ -320,7 +320,7 @@ def random_params(cfg: ModelConfig) -> Params:
     drawn = initialize(cfg, jax.random.key(0, impl="rbg"), jnp.bfloat16, std=std)
 
     def stored(spec: ParamSpec, leaf: jax.Array) -> Any:
-        if is_int4(cfg, spec):
+        if packed_form(cfg, spec) is INT4:
             return _int4(spec, std)
         if cfg.fp8 is not None and spec.quantizable:
             return rounding(cfg.fp8.scale_fmt == "ue8m0")(leaf)

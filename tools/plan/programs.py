@@ -254,9 +254,10 @@ def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
 
     def leaf(spec: ParamSpec) -> Any:
         shape = tuple(n + redundant * (axis == "experts") for n, axis in zip(spec.shape, spec.axes, strict=True))
-        if quantize.is_int4(model, spec):
+        form = quantize.packed_form(model, spec)
+        if form is quantize.INT4:
             return quantize.abstract_int4(shape)
-        if model.fp4_experts and "experts" in spec.axes:
+        if form is quantize.FP4:
             return abstract_fp4(shape)
         if spec.quantizable and model.fp8 is not None:
             scale = jax.ShapeDtypeStruct(scale_shape(shape), jnp.float32)

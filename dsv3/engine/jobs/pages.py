@@ -286,9 +286,8 @@ class PagesPlanner:
                 first = sequence.prefilled // self._cfg.page_size
                 pages = sequence.pages[first : first + batch.num_pages]
                 scheduler.on_loaded(sequence, batch.num_pages)
-                if batch.num_pages:
-                    incoming.append(_Incoming(rank, pages, None, batch))
-                    loaded.append((sequence, epoch, sequence.prefilled))
+                incoming.append(_Incoming(rank, pages, None, batch))
+                loaded.append((sequence, epoch, sequence.prefilled))
             if fetch.load.is_over:
                 del self._fetches[epoch]
                 scheduler.begin_prefill(sequence)

@@ -224,9 +224,9 @@ def _record_batches(name: str) -> Iterator[Any]:
         batches = reader.iter_batches(_ROWS) if _is_parquet(name) else reader
         empty = True
         for batch in batches:
-            if batch.num_rows:
+            for start in range(0, batch.num_rows, _ROWS):  # one of CSV has all rows of a block
                 empty = False
-                yield batch
+                yield batch.slice(start, _ROWS)
         if empty:
             schema = reader.schema_arrow if _is_parquet(name) else reader.schema
             yield require_module("pyarrow").RecordBatch.from_pylist([], schema=schema)
@@ -234,15 +234,18 @@ def _record_batches(name: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _reader(name: str) -> Iterator[Any]:
-    """Opens a table; all columns of CSV are text."""
+    """Opens a table; all columns of CSV are text, and its rows have at most `MAX_LINE_BYTES`."""
     if _is_parquet(name):
         with open_input(name) as file:
             yield require_module("pyarrow.parquet").ParquetFile(file)
         return
     csv, text = require_module("pyarrow.csv"), require_module("pyarrow").string()
-    parse = csv.ParseOptions(newlines_in_values=True)
+    options = {
+        "parse_options": csv.ParseOptions(newlines_in_values=True),
+        "read_options": csv.ReadOptions(block_size=MAX_LINE_BYTES),  # of which a row takes at most one
+    }
     with open_input(name) as file:
-        names = csv.open_csv(file, parse_options=parse).schema.names
+        names = csv.open_csv(file, **options).schema.names
     convert = csv.ConvertOptions(
         column_types=dict.fromkeys(names, text),
         strings_can_be_null=True,
@@ -250,7 +253,7 @@ def _reader(name: str) -> Iterator[Any]:
         quoted_strings_can_be_null=False,
     )
     with open_input(name) as file:
-        yield csv.open_csv(file, parse_options=parse, convert_options=convert)
+        yield csv.open_csv(file, convert_options=convert, **options)
 
 
 def _json_rows(name: str) -> Iterator[Row]:

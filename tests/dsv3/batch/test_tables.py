@@ -107,6 +107,12 @@ def test_column_types_are_kept(tmp_path):
     assert next(tables.iter_rows(str(tmp_path / "out.csv")))["tags"] == '["a"]'
 
 
+def test_rows_of_csv_may_be_as_long_as_lines(tmp_path):
+    long = "line\n" * 400_000
+    write(tmp_path / "in.csv", [{"question": text} for text in ("one", long, "two")])
+    assert [row["question"] for row in tables.iter_rows(str(tmp_path / "in.csv"))] == ["one", long, "two"]
+
+
 def test_conversations_are_nested_or_json(tmp_path):
     messages = [{"role": "system", "content": "s", "name": None}, {"role": "user", "content": "hi", "name": "bob"}]
     write(tmp_path / "nested.parquet", [{"messages": messages}, {"messages": None}])

@@ -174,10 +174,10 @@ class Control:
             return False
         if not self._settle("keep" if self.state.is_paused else update.mode, outputs):
             return False
+        version = update.version or str(self._num_updates + 1)
         with _refusing():
             self._engine.executor.plan_weights(update.source)()  # at once, unless something has changed since
-        version = update.version or str(self._num_updates + 1)
-        weights = _weights_key(update.source, version)
+            weights = _weights_key(update.source, version)
         try:
             self._engine.executor.replace_weights(on_progress)
         except BaseException as error:  # an interrupt, too, leaves leaves of two versions

@@ -8,12 +8,15 @@ instance records here how far its request is, and the decode instance polls (`cl
 and not by room, so a wrong number costs time and never gives a wrong answer.
 """
 
+import functools
 import logging
 import socket
 import ssl
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +36,7 @@ from dsv3.kv_cache.transfer.protocol import (
     Stage,
 )
 from dsv3.processes.certificates import credentials_of, tls_context
-from dsv3.processes.peer_listener import PeerListener
+from dsv3.processes.peer_listener import PeerListener, Serve
 
 _MAX_PEERS = 256
 _MAX_BOOTSTRAP_ROOMS = 2**16
@@ -93,21 +96,20 @@ class PageServer:
         self._context, self._hello, self._host_pool = tls_context(credentials_of(secret), True), hello, host_pool
         self._peers = threading.BoundedSemaphore(_MAX_PEERS)
         self.pages_sent = self.pages_located = 0
+        serve = functools.partial(_serve_if_alive, weakref.WeakMethod(self._serve))
         try:
-            self._listener = PeerListener(host, port, self._serve, "KV transfer", _log)
+            self._listener = PeerListener(host, port, serve, "KV transfer", _log)
         except OSError as error:
             raise ValueError(
                 f"transfer_address: cannot listen at {host}:{port}: {error.strerror or error}; give a free port here"
             ) from None
         self._listener.open()
+        self.close = weakref.finalize(self, self._listener.close)
+        """Stops listening; open connections continue. The end of the server's engine does so too."""
 
     @property
     def address(self) -> tuple[str, int]:
         return self._listener.address
-
-    def close(self) -> None:
-        """Stops listening; open connections continue."""
-        self._listener.close()
 
     def _serve(self, connection: socket.socket, address: str, on_authenticated: Callable[[], None]) -> None:
         connection.settimeout(protocol.HANDSHAKE_S)
@@ -168,3 +170,10 @@ class PageServer:
             tls.sendall(memoryview(buffer))
             self.pages_sent += 1
         tls.sendall(protocol.END_OF_PAGES)
+
+
+def _serve_if_alive(serve: weakref.WeakMethod[Serve], connection: socket.socket, *given: Any) -> None:
+    """Serves a connection. The listener's thread keeps no server, nor the host memory of an engine that is gone."""
+    with connection:
+        if (alive := serve()) is not None:
+            alive(connection, *given)

@@ -335,7 +335,7 @@ class Engine:
 
     def _plan(self) -> list[Planned]:
         """Returns the jobs of the next step; planners are called in the order of registration."""
-        self.scheduler.begin_step()
+        self.scheduler.admission.preempt_for_waiting()
         jobs: list[Planned] = []
         for name, planner in self.planners.items():
             jobs += planner.plan(jobs)

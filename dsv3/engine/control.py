@@ -213,8 +213,12 @@ class Control:
     def _sleep(self, sleep: Sleep, outputs: StepOutputs) -> bool:
         if self.state.sleep_level == sleep.level:
             return True
-        if self.state.sleep_level or (self.state.missing and sleep.level == 1):
-            raise OperationRefused(f"level: 1 keeps weights, but {self.state.why_not_serving}")
+        if self.state.sleep_level:
+            raise OperationRefused(
+                f"level: {sleep.level}, but the engine sleeps at level {self.state.sleep_level}; wake it first"
+            )
+        if self.state.missing and sleep.level == 1:
+            raise OperationRefused(f"level: 1 keeps weights, but {self.state.missing}")
         if not self._settle(sleep.mode, outputs):
             return False
         self._engine.scheduler.flush()

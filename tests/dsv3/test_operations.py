@@ -279,6 +279,8 @@ def test_sleep_returns_the_memory_and_keeps_the_programs(llm, second, texts) -> 
         for refused in (lambda: tokens(llm), lambda: llm.inspect([1, 2]), lambda: llm.update_weights(second)):
             with pytest.raises((NotServing, OperationRefused), match="sleeps"):
                 refused()
+        with pytest.raises(OperationRefused, match=f"^level: {3 - level}, but the engine sleeps at level {level}"):
+            llm.sleep(3 - level)
         llm.sleep(level)
         llm.wake()
         if level == 2:

@@ -1,11 +1,16 @@
-"""Reads files of model directories (regular files of bounded size) and files with secrets (checked permissions)."""
+"""Reads files of model directories (regular files of bounded size) and files with secrets (checked permissions).
+
+Replaces files whole.
+"""
 
 import errno
 import json
 import os
 import stat
+import threading
 from collections.abc import Callable
 from io import BufferedReader
+from pathlib import Path
 from typing import Any
 
 # The largest JSON file that a server reads, DeepSeek-V3's tensor index, has 9 MB.
@@ -89,10 +94,10 @@ def read_key(path: str | os.PathLike[str], option: str = "cluster_key_file") -> 
 def read_api_key(path: str | os.PathLike[str], option: str) -> str:
     """Returns the API key in a file; raises ValueError, which names `option` and contains no part of the key."""
     try:
-        key = read_secret(path).decode("ascii").strip()
+        key = read_secret(path).decode("latin-1").strip()  # an error of decoding would show a byte of the key
     except (OSError, ValueError) as error:
         raise ValueError(f"{option}: {error}") from None
-    if not key or not key.isprintable() or " " in key:
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ValueError(f"{option}: expected one key, of printable ASCII without blanks")
     return key
 
@@ -105,6 +110,19 @@ def is_exposed(mode: int, *, is_own: bool) -> bool:
     """
     allowed = stat.S_IRWXU if is_own else stat.S_IRWXU | stat.S_IRGRP
     return bool(stat.S_IMODE(mode) & 0o777 & ~allowed)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file under a temporary name, and renames it: a reader finds the old content or the new one, whole.
+
+    It is not synced: after a loss of power the file may be incomplete. Raises OSError, and leaves no temporary file.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def sync(path: str | os.PathLike[str]) -> None:

@@ -174,10 +174,10 @@ class Control:
             return False
         if not self._settle("keep" if self.state.is_paused else update.mode, outputs):
             return False
+        version = update.version or str(self._num_updates + 1)
         with _refusing():
             self._engine.executor.plan_weights(update.source)()  # at once, unless something has changed since
-        version = update.version or str(self._num_updates + 1)
-        weights = _weights_key(update.source, version)
+            weights = _weights_key(update.source, version)
         try:
             self._engine.executor.replace_weights(on_progress)
         except BaseException as error:  # an interrupt, too, leaves leaves of two versions
@@ -213,8 +213,12 @@ class Control:
     def _sleep(self, sleep: Sleep, outputs: StepOutputs) -> bool:
         if self.state.sleep_level == sleep.level:
             return True
-        if self.state.sleep_level or (self.state.missing and sleep.level == 1):
-            raise OperationRefused(f"level: 1 keeps weights, but {self.state.why_not_serving}")
+        if self.state.sleep_level:
+            raise OperationRefused(
+                f"level: {sleep.level}, but the engine sleeps at level {self.state.sleep_level}; wake it first"
+            )
+        if self.state.missing and sleep.level == 1:
+            raise OperationRefused(f"level: 1 keeps weights, but {self.state.missing}")
         if not self._settle(sleep.mode, outputs):
             return False
         self._engine.scheduler.flush()

@@ -296,8 +296,10 @@ class Engine:
         waited = self._collect(before, outputs) if before else 0.0
         if deferred:
             self._launch(_resolve_deferred(deferred, outputs))
-        if self.grammars and not jobs and not before:
-            self.grammars.wait()
+        if not jobs and not before:
+            self.scheduler.pages.collect(self.scheduler.pages.launched)  # an interrupt may have lost the last results
+            if self.grammars:
+                self.grammars.wait()
         if self.events is not None:
             self.events.queue.end_batch()
         self.host_time.observe(perf_counter() - started - waited)
@@ -333,7 +335,7 @@ class Engine:
 
     def _plan(self) -> list[Planned]:
         """Returns the jobs of the next step; planners are called in the order of registration."""
-        self.scheduler.begin_step()
+        self.scheduler.admission.preempt_for_waiting()
         jobs: list[Planned] = []
         for name, planner in self.planners.items():
             jobs += planner.plan(jobs)
@@ -354,9 +356,13 @@ class Engine:
     def _collect(self, launches: list[_LaunchedJobs], outputs: StepOutputs) -> float:
         """Processes the results of a step; returns the seconds spent waiting for them."""
         waited = 0.0
-        for jobs, command, launched in launches:
+        for number, (jobs, command, launched) in enumerate(launches):
             waiting = perf_counter()
-            results = self.executor.fetch(command, launched)
+            try:
+                results = self.executor.fetch(command, launched)
+            except BaseException:  # after an interrupt the next step waits for them
+                self._in_flight = launches[number:] + self._in_flight
+                raise
             waited += perf_counter() - waiting
             self.log.done("wait")
             for planned, arrays in zip(jobs, results, strict=True):

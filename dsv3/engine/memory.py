@@ -12,6 +12,7 @@ import jax
 
 from dsv3.config.options import EngineOptions
 from dsv3.engine.fingerprint import Fields
+from dsv3.files import replace_file
 
 GB = 1e9
 _log = logging.getLogger(__name__)
@@ -153,11 +154,9 @@ class WorkingMemoryFile:
 
     def write(self, working: int) -> None:
         """Writes the bytes for the next start; logs a warning where it cannot."""
-        part = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(str(working), "ascii")
-            part.replace(self._path)
+            replace_file(self._path, b"%d" % working)
         except OSError as error:
             _log.warning("the size of working memory is not stored for the next start: %s", error)
 

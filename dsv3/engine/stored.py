@@ -38,7 +38,7 @@ from jax.experimental import serialize_executable
 from dsv3.config.options import EngineOptions
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.fingerprint import Fields, environment, program_options
-from dsv3.files import read_secret, sync
+from dsv3.files import read_secret, replace_file, sync
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, fallbacks, resolve_backend
 from pallas_kernels.tuned import plans
@@ -160,11 +160,8 @@ class ProgramStore:
         return None
 
     def _write(self, path: Path, body: bytes) -> bool:
-        # Threads compile side by side, and two of their programs may have the same text.
-        part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
-            part.write_bytes(self._mac(path, body) + body)
-            part.replace(path)
+            replace_file(path, self._mac(path, body) + body)  # threads may have programs of the same text
         except OSError as error:
             _log.warning("the program %s is not stored for the next start: %s", path.name, error)
             return False
@@ -361,13 +358,17 @@ def default_cache_directory() -> Path:
 def use_compilation_cache(directory: str | Path | None = None) -> Path:
     """Turns on jax's persistent compilation cache for this process, for programs of any size.
 
-    A directory already configured in jax stays. Returns the directory in use.
+    A directory already configured in jax stays. Returns the directory in use; raises ValueError where it cannot be
+    made.
     """
     configured = jax.config.jax_compilation_cache_dir
     if directory is None and configured:
         return Path(configured)
-    path = Path(directory) if directory is not None else default_cache_directory()
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path = Path(directory) if directory is not None else default_cache_directory()
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # the latter where the user has no home directory
+        raise ValueError(f"compilation_cache_dir: {error}; set it to a directory that this user can write to") from None
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -17,6 +17,7 @@ from dsv3.config.options import EngineOptions
 from dsv3.engine.device.driver import started_devices
 from dsv3.engine.fingerprint import Fields, environment
 from dsv3.engine.stored import machine_fields
+from dsv3.files import replace_file
 from pallas_kernels.tuned import set_plans
 
 _log = logging.getLogger(__name__)
@@ -50,12 +51,7 @@ def made_for(model_dir: Path) -> Fields:
 
 def write_tuning(path: Path, tuning: Tuning) -> None:
     """Writes a file in one step. Raises OSError."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(tuning), indent=1) + b"\n")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    replace_file(path, msgspec.json.format(msgspec.json.encode(tuning), indent=1) + b"\n")
 
 
 def apply_tuning(options: EngineOptions, model_dir: Path) -> EngineOptions:

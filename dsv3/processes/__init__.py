@@ -1,1 +1,1 @@
-"""Child processes, msgpack frames between processes, and the TLS credentials of an instance."""
+"""Child processes; msgpack frames, TLS credentials and the listener for connections between processes."""

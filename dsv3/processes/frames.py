@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-# The largest frames are a conversation, whose body is at most 17 MiB, and the outputs of a step.
+# The largest frames are a conversation, whose body is at most 32 MiB (`dsv3.server.limits`), and the outputs of a step.
 MAX_FRAME_BYTES = 256 * 2**20
 HEAD_BYTES = 4
 """Bytes of a frame before its body."""

@@ -115,10 +115,6 @@ class Scheduler:
         if self.bootstrap_rooms is not None:
             self.bootstrap_rooms.update(sequence.request.bootstrap_room, "queued")
 
-    def begin_step(self) -> None:
-        """Preempts running requests for waiting ones of a lower priority number; call it before a step is scheduled."""
-        self.admission.preempt_for_waiting()
-
     def admit(self) -> None:
         """Starts as many waiting requests as fit."""
         for sequence in self.admission.admit():

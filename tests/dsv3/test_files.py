@@ -1,6 +1,8 @@
 """Files of a model directory and secrets: what is read, what is refused."""
 
+import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +55,28 @@ def test_secrets(tmp_path):
     path.chmod(0o644)
     with pytest.raises(ValueError, match="chmod go-rwx"):
         files.read_secret(path)
+
+
+def test_an_error_about_an_api_key_has_no_part_of_it(tmp_path):
+    path = tmp_path / "key"
+    path.write_bytes(b"sk-\xc3\xa9")
+    path.chmod(0o600)
+    with pytest.raises(ValueError, match=r"^--key: expected one key, of printable ASCII without blanks$"):
+        files.read_api_key(path, "--key")
+
+
+def test_a_file_is_replaced_whole_or_stays(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    for content in (b"first", b"second"):
+        files.replace_file(path, content)
+        assert path.read_bytes() == content
+    write = Path.write_bytes
+
+    def full(part: Path, content: bytes) -> None:
+        write(part, content[:2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        files.replace_file(path, b"third")
+    assert path.read_bytes() == b"second" and list(tmp_path.iterdir()) == [path]

@@ -248,6 +248,30 @@ def test_an_interrupt_leaves_nothing_behind(llm, monkeypatch):
     assert not llm.engine.has_work and llm.engine.stats().pages_in_use == 0
 
 
+def test_an_interrupt_while_the_last_step_runs_loses_no_step(llm, monkeypatch):
+    params, interrupts, executor = SamplingParams(temperature=0, max_tokens=1), [KeyboardInterrupt], llm.engine.executor
+    expected = llm.generate([[1, 2, 3]], params)
+
+    def interrupted(*arguments):
+        if interrupts:
+            raise interrupts.pop()
+        return type(executor).fetch(executor, *arguments)
+
+    monkeypatch.setattr(executor, "fetch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3]], params)
+    assert not llm.engine.has_work and llm.engine.stats().pages_in_use == 0
+    assert llm.generate([[1, 2, 3]], params)[0].outputs == expected[0].outputs
+
+
+def test_an_interrupt_as_results_are_processed_leaves_nothing_behind(llm, monkeypatch):
+    prefill = llm.engine.planners["prefill"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prefill, "on_results", Mock(side_effect=KeyboardInterrupt))
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+    assert not llm.engine.has_work and llm.engine.stats().pages_in_use == 0
+
+
 def test_without_a_tokenizer_token_ids_still_work(llm, monkeypatch):
     monkeypatch.setattr(llm, "tokenizer", None)
     [output] = llm.generate([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))

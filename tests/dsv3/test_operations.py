@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from dsv3 import LLM, SamplingParams
 from dsv3.checkpoint.writer import save_hf
-from dsv3.engine import weights
+from dsv3.engine import control, weights
 from dsv3.engine.operations import (
     ContinueGeneration,
     OperationRefused,
@@ -211,6 +211,13 @@ def test_steps_run_while_an_update_is_planned_and_files_that_are_gone_then_are_m
     assert gathered["late"].tokens == texts["first"] and llm.weight_version == "default"
 
 
+def test_an_update_whose_files_vanish_last_of_all_is_refused(llm, second, texts, monkeypatch) -> None:
+    monkeypatch.setattr(control, "_weights_key", Mock(side_effect=FileNotFoundError("model.safetensors")))
+    with pytest.raises(OperationRefused, match=r"model\.safetensors"):
+        llm.update_weights(second)
+    assert tokens(llm) == texts["first"]
+
+
 def test_scores_that_another_thread_ends_are_no_scores(llm) -> None:
     for operation in (PauseGeneration("abort"), ContinueGeneration()):
         llm.engine.operate(operation)
@@ -272,6 +279,8 @@ def test_sleep_returns_the_memory_and_keeps_the_programs(llm, second, texts) -> 
         for refused in (lambda: tokens(llm), lambda: llm.inspect([1, 2]), lambda: llm.update_weights(second)):
             with pytest.raises((NotServing, OperationRefused), match="sleeps"):
                 refused()
+        with pytest.raises(OperationRefused, match=f"^level: {3 - level}, but the engine sleeps at level {level}"):
+            llm.sleep(3 - level)
         llm.sleep(level)
         llm.wake()
         if level == 2:

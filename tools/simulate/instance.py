@@ -137,7 +137,7 @@ class SimulatedInstance:
             self._in_flight.append(_StepInFlight(number, jobs, start + seconds, seconds))
 
     def _plan(self) -> list[Planned]:
-        self.scheduler.begin_step()
+        self.scheduler.admission.preempt_for_waiting()
         jobs: list[Planned] = []
         for planner in self._planners.values():
             jobs += planner.plan(jobs)

@@ -32,7 +32,7 @@ class Channel:
     `heartbeat` returns the body that is sent when nothing was for `heartbeat_s` seconds. `on_message` is called with
     each body received, `on_end` once with how the connection ended ("has ended ..."); both on the thread of all
     connections, after `start`, so they must not wait. Messages received before the end are delivered first.
-    `last_received_s` is when the other process was last heard, on the monotonic clock. `closed` is set when nothing
+    `last_received_s` is when the last message arrived, on the monotonic clock. `closed` is set when nothing
     more can arrive: the other process has closed its end, or the connection is broken.
     """
 

@@ -303,6 +303,8 @@ def _connect_to_leader(cluster: ClusterOptions, credentials: Credentials) -> Wir
     while True:
         try:
             return _dial((host, port), credentials, cluster.process_id)
+        except UnicodeError:  # an empty label, or one that is too long
+            raise WireError(f"cannot reach the leader at {host}:{port}: {host!r} is not a host name") from None
         except (OSError, NoAnswer) as error:
             if time.monotonic() > deadline:
                 raise WireError(

@@ -23,7 +23,7 @@ from dsv3.engine.cluster.digest import Orders, StepDigests, chained, first_diffe
 from dsv3.engine.cluster.flight_recorder import FlightRecorder, FlightRecords
 from dsv3.engine.cluster.link import FIRST, Incarnation
 from dsv3.engine.cluster.rejoin import RejoiningProcesses, refuse
-from dsv3.engine.cluster.wire import ControlListener, Wire
+from dsv3.engine.cluster.wire import Wire, control_listener
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.fingerprint import Fields, differences
 from dsv3.engine.job import StepCommand, WorkEvents
@@ -82,7 +82,7 @@ class Leader:
         self._silence_s = options.starting_silence_s
         self._resumed_at = 0.0  # when this process was last found to have been suspended
         credentials = credentials_of(read_key(options.cluster_key_file))
-        self._listener = ControlListener(options, credentials, self._on_peer)
+        self._listener = control_listener(options, credentials, self._on_peer)
 
     def wait_for_followers(self) -> ClusterOptions:
         """Waits until every follower has connected with the leader's fingerprint, then starts them.
@@ -92,7 +92,7 @@ class Leader:
         the leader's own node is missing, raises ClusterError at the timeout, naming the missing processes. Raises it
         always where fingerprints differ, or processes of one node run on several hosts.
         """
-        address = self._listener.address
+        address = "{}:{}".format(*self._listener.address)
         self._listener.open()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         _log.info("waiting for %d processes at %s", len(self._followers), address)
@@ -263,7 +263,7 @@ class Leader:
         """Returns whether a follower, or a process in its handshake, may still read the shutdown message."""
         since_s = time.monotonic() - self._silence_s
         listening = [c for c in self._all_channels() if not c.closed.is_set() and c.last_received_s >= since_s]
-        return bool(listening) or self._listener.is_busy
+        return bool(listening) or self._listener.is_serving
 
     def _all_channels(self) -> list[Channel]:
         """Returns the connections to followers, and to processes that wait to rejoin."""

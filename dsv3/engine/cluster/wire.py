@@ -10,7 +10,6 @@ import logging
 import socket
 import ssl
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from dsv3.config.options import LEADER, ClusterOptions
 from dsv3.engine.errors import ClusterError
 from dsv3.processes import frames
 from dsv3.processes.certificates import Credentials, tls_context
-from dsv3.processes.unauthenticated import UnauthenticatedConnections, listen
+from dsv3.processes.peer_listener import PeerListener
 
 # A follower gets only its ranks' part of a command: 17 kB for 16 chunks of 4,096 tokens over 18 hosts
 # (`python -m benchmarks.cluster_send`). Bitmasks are larger: 126.3 MiB for 8 ranks of 256 constrained rows of 4 tokens
@@ -39,8 +38,6 @@ _PART_BYTES = 2**20  # what TLS encrypts at once, and so what a connection's buf
 _MAX_REFUSAL_BYTES = 1000
 _READ_BYTES, _RECORD_BYTES = 2**18, 2**14
 _AT_ONCE = socket.MSG_DONTWAIT
-_MAX_WARNINGS = 20
-_PAUSE_S = 0.1  # after an error of accept, such as no free descriptor; handshakes free theirs within HANDSHAKE_S
 
 
 class WireError(Exception):
@@ -274,94 +271,25 @@ def _text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-class ControlListener:
-    """The control port: listens, shakes hands, and limits unauthenticated connections.
+def control_listener(
+    options: ClusterOptions, credentials: Credentials, on_peer: Callable[[int, Wire, str], None]
+) -> PeerListener:
+    """Returns the listener of the control port; raises ClusterError where it cannot listen.
 
-    Each connection has a thread for its handshake. The number of unauthenticated connections is bounded: above it, the
-    address with most of them loses its oldest one, so an attacker displaces itself, and a displaced process retries.
-    `on_peer` is called with each authenticated process: its id, its wire, its address.
-
-    `on_peer` may raise WireError to refuse the process. It is called on the connection's own thread. The constructor
-    listens and raises ClusterError where it cannot; `open` begins to accept.
+    `on_peer` is called with each authenticated process: its id, its wire, its address. It may raise WireError to refuse
+    the process. It is called on the connection's own thread.
     """
 
-    def __init__(
-        self, options: ClusterOptions, credentials: Credentials, on_peer: Callable[[int, Wire, str], None]
-    ) -> None:
-        self._credentials, self._num_processes, self._on_peer = credentials, options.num_processes, on_peer
-        self._unauthenticated = UnauthenticatedConnections()
-        self._lock = threading.Lock()
-        self._handshakes = self._warnings = 0
-        self._closed = threading.Event()
-        host, port = options.control_address
-        try:
-            self._listener = listen(host, port)
-        except OSError as error:
-            raise ClusterError(
-                f"cannot listen at {host}:{port}: {error.strerror or error}; --coordinator must be an address of "
-                f"process {LEADER}'s host, with that port and the next one free"
-            ) from None
+    def serve(connection: socket.socket, address: str, on_authenticated: Callable[[], None]) -> None:
+        process_id, wire = accept(connection, credentials, options.num_processes)
+        on_authenticated()
+        on_peer(process_id, wire, address)
 
-    @property
-    def address(self) -> str:
-        """Host and port."""
-        return "{}:{}".format(*self._listener.getsockname()[:2])
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a connection is in its handshake, being admitted or refused."""
-        return self._handshakes > 0
-
-    def open(self) -> None:
-        """Begins to accept connections."""
-        threading.Thread(target=self._accept, name="control-port", daemon=True).start()
-
-    def close(self) -> None:
-        """Stops listening; handshakes in progress are completed."""
-        self._closed.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone leaves a thread in accept, and the port open
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                connection, address = self._listener.accept()
-                self._begin(connection, address[0])
-            except (OSError, RuntimeError) as error:  # no descriptor, or no thread
-                if not self._closed.wait(_PAUSE_S):
-                    self._warn(f"cannot take a connection: {error}")
-
-    def _begin(self, connection: socket.socket, address: str) -> None:
-        self._unauthenticated.add(connection, address)
-        self._count(1)
-        try:
-            threading.Thread(target=self._handshake, args=(connection, address), name="handshake", daemon=True).start()
-        except RuntimeError:
-            self._refuse(connection)
-            raise
-
-    def _handshake(self, connection: socket.socket, address: str) -> None:
-        try:
-            process_id, wire = accept(connection, self._credentials, self._num_processes)
-            self._unauthenticated.remove(connection)
-            self._on_peer(process_id, wire, address)
-            self._count(-1)
-        except (WireError, OSError, RuntimeError) as error:  # the last where there is no thread for it
-            self._refuse(connection)
-            self._warn(f"refused a connection from {address}: {error}")
-
-    def _refuse(self, connection: socket.socket) -> None:
-        self._unauthenticated.remove(connection)
-        connection.close()
-        self._count(-1)
-
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self._handshakes += change
-
-    def _warn(self, text: str) -> None:
-        with self._lock:
-            self._warnings += 1
-        if self._warnings <= _MAX_WARNINGS:
-            _log.warning("%s", text)
+    host, port = options.control_address
+    try:
+        return PeerListener(host, port, serve, "control port", _log)
+    except OSError as error:
+        raise ClusterError(
+            f"cannot listen at {host}:{port}: {error.strerror or error}; --coordinator must be an address of "
+            f"process {LEADER}'s host, with that port and the next one free"
+        ) from None

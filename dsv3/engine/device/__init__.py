@@ -1,1 +1,1 @@
-"""What runs on the devices of one process: state, compiled programs, and the executor that launches them."""
+"""What runs on the devices of one process: arrays, decode state, compiled programs, and sampling."""

@@ -117,15 +117,22 @@ class Programs:
         return self._specs[key]
 
     def compile_all(self, progress: Progress | None = None) -> None:
-        """Compiles the programs of `keys`, or loads them from the store or the persistent cache."""
+        """Compiles the programs of `keys`, or loads them from the store or the persistent cache.
+
+        Raises the first error, without the programs that have not begun to compile.
+        """
         keys = self.keys()
         report = progress or (lambda done, total, what: None)
         report(0, len(keys), "programs")
         with ThreadPoolExecutor(min(_COMPILE_THREADS, os.cpu_count() or 1)) as pool:
             names = {pool.submit(self.get, key): str(key) for key in keys}
-            for done, future in enumerate(as_completed(names), 1):
-                future.result()
-                report(done, len(keys), names[future])
+            try:
+                for done, future in enumerate(as_completed(names), 1):
+                    future.result()
+                    report(done, len(keys), names[future])
+            except BaseException:  # an interrupt, too, need not wait until the others are compiled
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         if self.store is not None:
             self.store.remove_unused()
 

@@ -33,6 +33,7 @@ from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.functions import SpreadExperts
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.step_log import ExpertLoad
+from dsv3.files import replace_file
 from dsv3.scheduler.request import StepOutputs
 from sharding.experts.eplb import (
     ExpertMap,
@@ -367,10 +368,7 @@ class _SavedExperts(msgspec.Struct, frozen=True):
 
 
 def write_state(path: Path, expert_map: ExpertMap, loads: Sequence[np.ndarray]) -> None:
-    """Replaces the file atomically. An error is logged, and has no other effect.
-
-    The temporary file has a fixed name, so the next process overwrites what a crash leaves.
-    """
+    """Replaces the file. An error is logged, and has no other effect."""
     layers, replicas = expert_map.phy2log.shape
     saved = _SavedExperts(
         layers=layers,
@@ -381,10 +379,8 @@ def write_state(path: Path, expert_map: ExpertMap, loads: Sequence[np.ndarray]) 
         loads=b"".join(load.astype("<i8").tobytes() for load in loads),
     )
     body = msgspec.msgpack.encode(saved)
-    part = path.with_name(f".{path.name}.part")
     try:
-        part.write_bytes(hashlib.sha256(body).digest() + body)
-        part.replace(path)
+        replace_file(path, hashlib.sha256(body).digest() + body)
     except OSError as error:
         _log.warning("EPLB: the expert map is not saved in %s: %s", path, error.strerror or error)
 

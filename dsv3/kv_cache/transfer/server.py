@@ -8,13 +8,14 @@ instance records here how far its request is, and the decode instance polls (`cl
 and not by room, so a wrong number costs time and never gives a wrong answer.
 """
 
-import contextlib
+import functools
 import logging
 import socket
 import ssl
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,11 +36,9 @@ from dsv3.kv_cache.transfer.protocol import (
     Stage,
 )
 from dsv3.processes.certificates import credentials_of, tls_context
-from dsv3.processes.unauthenticated import UnauthenticatedConnections, listen
+from dsv3.processes.peer_listener import PeerListener, Serve
 
 _MAX_PEERS = 256
-_MAX_WARNINGS = 20
-_PAUSE_S = 0.1  # after an error of accept, such as no free descriptor
 _MAX_BOOTSTRAP_ROOMS = 2**16
 _log = logging.getLogger(__name__)
 
@@ -95,58 +94,30 @@ class PageServer:
         self._agent = agent
         self.bootstrap_rooms = BootstrapRooms() if bootstrap_rooms is None else bootstrap_rooms
         self._context, self._hello, self._host_pool = tls_context(credentials_of(secret), True), hello, host_pool
-        self._unauthenticated, self._peers = UnauthenticatedConnections(), threading.BoundedSemaphore(_MAX_PEERS)
-        self._warnings = 0
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self._peers = threading.BoundedSemaphore(_MAX_PEERS)
         self.pages_sent = self.pages_located = 0
-        self._listener = _listen(host, port)
-        threading.Thread(target=self._accept, name="kv-serve", daemon=True).start()
+        serve = functools.partial(_serve_if_alive, weakref.WeakMethod(self._serve))
+        try:
+            self._listener = PeerListener(host, port, serve, "KV transfer", _log)
+        except OSError as error:
+            raise ValueError(
+                f"transfer_address: cannot listen at {host}:{port}: {error.strerror or error}; give a free port here"
+            ) from None
+        self._listener.open()
+        self.close = weakref.finalize(self, self._listener.close)
+        """Stops listening; open connections continue. The end of the server's engine does so too."""
 
     @property
     def address(self) -> tuple[str, int]:
-        host, port, *_ = self._listener.getsockname()
-        return host, port
+        return self._listener.address
 
-    def close(self) -> None:
-        """Stops listening; open connections continue."""
-        self._closed.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                self._begin(*self._listener.accept())
-            except (OSError, RuntimeError) as error:  # no descriptor, or no thread
-                if not self._closed.wait(_PAUSE_S):
-                    self._warn(f"KV transfer: cannot accept a connection: {error}")
-
-    def _begin(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(connection)
-            guard = connection.dup()  # TLS takes the socket over; this one closes an unauthenticated connection
-            stack.enter_context(guard)
-            self._unauthenticated.add(guard, address[0])
-            stack.callback(self._unauthenticated.remove, guard)
-            threading.Thread(target=self._handshake, args=(connection, guard, address[0]), daemon=True).start()
-            stack.pop_all()  # the thread closes them
-
-    def _handshake(self, connection: socket.socket, guard: socket.socket, address: str) -> None:
-        try:
-            connection.settimeout(protocol.HANDSHAKE_S)
-            with self._context.wrap_socket(connection, server_side=True) as tls:
-                other = protocol.receive(tls, PeerHello)
-                self._unauthenticated.remove(guard)
-                if other is not None:
-                    self._serve_peer(tls, other)
-        except (OSError, ssl.SSLError) as error:
-            self._warn(f"KV transfer: {address}: {error}")
-        finally:
-            self._unauthenticated.remove(guard)
-            for each in (guard, connection):
-                each.close()
+    def _serve(self, connection: socket.socket, address: str, on_authenticated: Callable[[], None]) -> None:
+        connection.settimeout(protocol.HANDSHAKE_S)
+        with self._context.wrap_socket(connection, server_side=True) as tls:
+            other = protocol.receive(tls, PeerHello)
+            on_authenticated()
+            if other is not None:
+                self._serve_peer(tls, other)
 
     def _serve_peer(self, tls: ssl.SSLSocket, other: PeerHello) -> None:
         """Serves the requests of an instance with the same identity until it disconnects."""
@@ -201,17 +172,9 @@ class PageServer:
             self.pages_sent += 1
         tls.sendall(protocol.END_OF_PAGES)
 
-    def _warn(self, text: str) -> None:
-        with self._lock:
-            self._warnings += 1
-        if self._warnings <= _MAX_WARNINGS:
-            _log.warning("%s", text)
 
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        return listen(host, port)
-    except OSError as error:
-        raise ValueError(
-            f"transfer_address: cannot listen at {host}:{port}: {error.strerror or error}; give a free port here"
-        ) from None
+def _serve_if_alive(serve: weakref.WeakMethod[Serve], connection: socket.socket, *given: Any) -> None:
+    """Serves a connection. The listener's thread keeps no server, nor the host memory of an engine that is gone."""
+    with connection:
+        if (alive := serve()) is not None:
+            alive(connection, *given)

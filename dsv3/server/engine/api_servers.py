@@ -19,11 +19,13 @@ import uvloop
 
 from dsv3.engine.operations import OperatedState
 from dsv3.processes import frames
-from dsv3.scheduler.request import PreparedRequest, StepOutputs, Tokens, senders
+from dsv3.scheduler.request import EngineOutput, PreparedRequest, StepOutputs, Tokens, senders
 from dsv3.server.engine import messages
 from dsv3.server.engine.messages import FIRST_SENDER
 
 MAX_BUFFERED_BYTES = 512 * 2**20
+FRAME_ARRAY_BYTES = 64 * 2**20
+"""Experts and masks in one frame of outputs, which `frames.MAX_FRAME_BYTES` bounds."""
 _HEARTBEAT_S = 1.0
 _log = logging.getLogger("dsv3.engine")
 
@@ -163,12 +165,12 @@ class ApiServerConnections:
                 api_server.request_ids.discard(output.request_id)
         if len(api_servers) == 1:
             for api_server in api_servers.values():
-                api_server.send(messages.Outputs.from_outputs(outputs, stats))
+                _send_outputs(api_server, outputs, stats)
             return
         parts = split_by_sender(outputs)
         for sender, api_server in list(api_servers.items()):
             if (part := parts.get(sender)) is not None or stats is not None:
-                api_server.send(messages.Outputs.from_outputs(part or StepOutputs(), stats))
+                _send_outputs(api_server, part or StepOutputs(), stats)
 
     def remove(self, api_server: ApiServerConnection) -> None:
         self._release_lock(api_server)
@@ -257,6 +259,35 @@ class ApiServerConnections:
     def _enqueue(self, api_server: ApiServerConnection, message: messages.Request | None) -> None:
         self._received.append((api_server, message))
         self._has_received.set()
+
+
+def _send_outputs(api_server: ApiServerConnection, outputs: StepOutputs, stats: messages.Stats | None) -> None:
+    """Sends the outputs of a step in as many frames as they need."""
+    first, *others = split_by_size(outputs)
+    api_server.send(messages.Outputs.from_outputs(first, stats))
+    for each in others:
+        api_server.send(messages.Outputs.from_outputs(each, None))
+
+
+def split_by_size(outputs: StepOutputs) -> list[StepOutputs]:
+    """Returns parts with at most `FRAME_ARRAY_BYTES` of experts and masks each, or those of one output; columns first.
+
+    Requests that share a long cached prompt may all begin in one step, each with the experts of its whole prompt.
+    """
+    parts, size = [StepOutputs(outputs.columns, [])], 0
+    for output in outputs.details:
+        added = _array_bytes(output)
+        if size and size + added > FRAME_ARRAY_BYTES:
+            parts.append(StepOutputs([], []))
+            size = 0
+        parts[-1].details.append(output)
+        size += added
+    return parts
+
+
+def _array_bytes(output: EngineOutput) -> int:
+    experts = 0 if output.routed_experts is None else len(output.routed_experts.ids)
+    return experts + sum([len(token.kept) for token in output.logprobs or () if token.kept])
 
 
 def split_by_sender(outputs: StepOutputs) -> dict[int, StepOutputs]:

@@ -77,7 +77,7 @@ class Driver:
         return sequence
 
     def step(self) -> tuple[Step, list[EngineOutput]]:
-        self.scheduler.begin_step()
+        self.scheduler.admission.preempt_for_waiting()
         jobs: list[Planned] = []
         for planner in self.planners.values():
             jobs += planner.plan(jobs)

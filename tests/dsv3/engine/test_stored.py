@@ -177,6 +177,40 @@ def test_a_start_removes_nothing_before_it_has_its_programs(tmp_path) -> None:
     assert order == ["get", "get", "forget"]
 
 
+def test_after_an_error_no_other_program_begins_to_compile(monkeypatch) -> None:
+    begun, is_shut_down, shutdown = [], threading.Event(), ThreadPoolExecutor.shutdown
+
+    def get(name: str, *_: object) -> None:
+        begun.append(name)
+        if len(begun) == 1:
+            raise ValueError("the first one")
+        is_shut_down.wait(10)
+
+    def shut_down(*given, **more) -> None:
+        shutdown(*given, **more)
+        is_shut_down.set()
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shut_down)
+    monkeypatch.setattr("dsv3.engine.device.programs._COMPILE_THREADS", 1)
+    programs = Programs("cpu")
+    programs.add(ProgramSpec(Key("decode", size), jnp.sin, (X,)) for size in (1, 2, 3))
+    programs.store = SimpleNamespace(get=get, remove_unused=lambda: None)
+    with pytest.raises(ValueError, match="the first one"):
+        programs.compile_all()
+    assert len(begun) < 3  # the thread may have begun the second one before the error was seen
+
+
+def test_a_cache_directory_that_cannot_be_made_is_named_with_its_option(tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"^compilation_cache_dir: .*file.*; set it to a directory"):
+        stored.use_compilation_cache(tmp_path / "file" / "cache")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home directory")))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(stored, "jax", SimpleNamespace(config=SimpleNamespace(jax_compilation_cache_dir=None)))
+    with pytest.raises(ValueError, match="compilation_cache_dir: no home directory"):
+        stored.use_compilation_cache()
+
+
 def test_a_full_disk_costs_only_the_next_start(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "no space left")))
     assert Start(tmp_path).get(3.25) == 91

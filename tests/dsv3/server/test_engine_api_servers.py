@@ -18,8 +18,10 @@ from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import (
     EngineOutput,
     EngineRequest,
+    ExpertIds,
     RequestRules,
     StepOutputs,
+    TokenLogprobs,
     Tokens,
     first_id,
     prepare,
@@ -129,6 +131,21 @@ def test_outputs_go_to_the_senders_of_their_requests(ends):
     assert list(ends.receive(1).columns()) == [EngineOutput(request_id=first_id(1), token_ids=[7])]
     for api_server in (0, 1):
         assert ends.receive(api_server).stats == {"running": 1.0}
+
+
+def test_more_experts_and_masks_than_a_frame_holds_arrive_in_several(ends, monkeypatch):
+    """Their requests may all begin, or end, in one step."""
+    monkeypatch.setattr(api_servers_module, "FRAME_ARRAY_BYTES", 1000)
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 2000)
+    experts = ExpertIds(0, 1, 1, "|u1", bytes(900))
+    masks = [TokenLogprobs(0.0, [], [], bytes(450))] * 2
+    details = [EngineOutput(request_id=i, token_ids=[], routed_experts=experts) for i in range(3)]
+    details += [EngineOutput(request_id=i, token_ids=[1, 2], logprobs=masks) for i in range(3)]
+    ends.api_servers.deliver(StepOutputs([columns_of([(0, 9, [7])])], details), {"running": 6.0})
+    received = [ends.receive(0) for _ in range(6)]
+    assert [each for message in received for each in message.details] == details
+    assert [len(message.columns()) for message in received] == [1, 0, 0, 0, 0, 0]
+    assert [message.stats for message in received] == [{"running": 6.0}, *[None] * 5]
 
 
 def test_an_api_server_that_connects_late_gets_the_engine_info(ends):

@@ -111,6 +111,12 @@ def test_without_a_leader_it_ends_and_names_the_address(tmp_path) -> None:
         follower._connect_to_leader(cluster, local.credentials(cluster))
 
 
+def test_an_invalid_host_name_is_not_tried_again(tmp_path) -> None:
+    cluster = local.options(tmp_path, 2, 1, coordinator="a..b:7000")
+    with pytest.raises(WireError, match=r"a\.\.b:7001: 'a\.\.b' is not a host name"):
+        follower._connect_to_leader(cluster, local.credentials(cluster))
+
+
 def test_an_invalid_message_is_reported_to_the_leader(played) -> None:
     played.leader.send(b"\xc1")
     message = played.received()

@@ -35,7 +35,7 @@ from dsv3.engine.cluster.messages import (
     Stop,
     WorkEvent,
 )
-from dsv3.engine.cluster.wire import UnauthenticatedConnections, connect
+from dsv3.engine.cluster.wire import connect
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs import JOB_KINDS
@@ -306,28 +306,6 @@ def test_a_follower_retries_a_slow_leader(tmp_path, monkeypatch) -> None:
     leader.wait_for_followers()
     assert begun.get(timeout=30) == 1
     leader.end()
-
-
-def test_a_flood_from_one_address_displaces_no_other_address() -> None:
-    strangers, pairs = UnauthenticatedConnections(), [socket.socketpair() for _ in range(200)]
-    (honest, theirs), *flood = pairs
-    strangers.add(honest, "10.0.0.1")
-    for connection, _ in flood:
-        strangers.add(connection, "10.0.0.2")
-    theirs.sendall(b"proof")
-    assert honest.recv(10) == b"proof"
-    displaced = [other for _, other in flood if is_ended(other)]
-    assert displaced == [other for _, other in flood[: len(flood) + 1 - 64]]
-    for each in pairs:
-        for connection in each:
-            connection.close()
-
-
-def is_ended(connection: socket.socket) -> bool:
-    connection.setblocking(False)
-    with contextlib.suppress(BlockingIOError):
-        return connection.recv(1) == b""
-    return False
 
 
 def test_errors_of_accept_are_survived(lead, monkeypatch, caplog) -> None:

@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -127,6 +128,16 @@ def test_a_connection_for_which_there_is_no_thread_is_closed(server: PageServer,
     monkeypatch.setattr(threading.Thread, "start", start)
     with socket.create_connection(server.address, 2.0) as connection:
         assert connection.recv(1) == b""
+
+
+def test_a_server_that_nothing_refers_to_returns_its_port_and_its_memory():
+    host_pool = HostPool(np.zeros(host_pool_bytes(2, SIZE), np.uint8), SIZE, 2)
+    server, kept = PageServer("127.0.0.1", 0, SECRET, HELLO, host_pool), weakref.ref(host_pool)
+    address = server.address
+    del server, host_pool
+    assert kept() is None
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, 5)
 
 
 def test_a_failed_peer_is_not_tried_again_for_a_while(server: PageServer):

@@ -79,10 +79,11 @@ class RouterSite:
         except WorkersBusy as error:
             raise unavailable(str(error), QUEUE_FULL) from None
 
-    async def read[T](self, nbytes: int, work: Callable[[], T]) -> T:
-        """Returns the result of `work`, which decodes a body of `nbytes`; ApiError 503 where too many wait."""
+    async def read[T](self, http: Request, reservation: Reservation, parse: Callable[[bytearray], T]) -> T:
+        """Returns what `parse` makes of a request's body, for which it reserves memory; raises ApiError."""
+        body = await read_json_body(http, functools.partial(self.reserve, reservation))
         try:
-            return await self._bodies.run(nbytes, work)
+            return await self._bodies.run(len(body), lambda: parse(body))
         except WorkersBusy as error:
             raise unavailable(str(error), QUEUE_FULL) from None
 
@@ -111,9 +112,11 @@ def make_app(site: RouterSite, host: str) -> ASGIApp:
     if not site.tenants.all:
         return require_local_name(admitted, host) if is_loopback(host) else admitted
     guarded = require_key(admitted, site.tenants)
+    without_key = site.members is not None and not site.members.has_key
+    registering = require_local_name(admitted, host) if without_key else admitted
 
     async def except_registration(scope: Scope, receive: Receive, send: Send) -> None:
-        await (admitted if scope["path"] == REGISTER else guarded)(scope, receive, send)
+        await (registering if scope["path"] == REGISTER else guarded)(scope, receive, send)
 
     return except_registration
 
@@ -151,12 +154,18 @@ async def _register(members: Members, site: RouterSite, http: Request) -> Respon
     """Registers an instance, or renews or ends its registration."""
     members.authorize(http.headers.get("authorization"))
     with site.budget.reserve() as reservation:
-        body = await read_json_body(http, functools.partial(site.reserve, reservation))
-        return json_response(members.register(await site.read(len(body), lambda: read_registration(body))))
+        return json_response(members.register(await site.read(http, reservation, read_registration)))
 
 
 class _Share(msgspec.Struct, forbid_unknown_fields=True):
     share: str
+
+
+def _read_share(body: bytearray) -> float:
+    try:
+        return parse_share(msgspec.json.decode(body, type=_Share).share)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise invalid(f"share: {error}"[:200], "share") from None
 
 
 async def _share(site: RouterSite, http: Request) -> Response:
@@ -164,11 +173,7 @@ async def _share(site: RouterSite, http: Request) -> Response:
     _require_operator(site, http, "this route")
     assert site.fleet.canary is not None
     with site.budget.reserve() as reservation:
-        body = await read_json_body(http, functools.partial(site.reserve, reservation))
-        try:
-            share = parse_share(msgspec.json.decode(body, type=_Share).share)
-        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-            raise invalid(f"share: {error}", "share") from None
+        share = await site.read(http, reservation, _read_share)
     site.fleet.canary = Canary(site.fleet.canary.version, share)
     return json_response({"version": site.fleet.canary.version, "share": share})
 
@@ -191,8 +196,7 @@ async def _relay(site: RouterSite, http: Request) -> Response:
     salt = tenant.salt if tenant is not None and site.tenants.has_several else ""
     with contextlib.ExitStack() as stack:
         reservation = stack.enter_context(site.budget.reserve())
-        body = await read_json_body(http, functools.partial(site.reserve, reservation))
-        request = await site.read(len(body), lambda: parse_request(path, body, salt))
+        request = await site.read(http, reservation, lambda body: parse_request(path, body, salt))
         site.reserve(reservation, request.num_bytes)
         if request.is_urgent:
             _require_operator(site, http, "a priority below 0")

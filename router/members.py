@@ -212,6 +212,11 @@ class Members:
         for instance in self._tasks:
             await instance.close()
 
+    @property
+    def has_key(self) -> bool:
+        """Whether instances need a key to register."""
+        return self._key is not None
+
     def authorize(self, given: str | None) -> None:
         """Raises ApiError 401 for an instance that does not know the key."""
         if self._key is None:

@@ -59,6 +59,10 @@ class DataParallelClient(EngineClient):
         """Whether an engine would accept one more sequence, by the last statistics."""
         return any(member.has_capacity for member in self._accepting())
 
+    def stream_of(self, request_id: int) -> RequestStream | None:
+        found = (member.stream_of(request_id) for member in self._members)
+        return next((stream for stream in found if stream is not None), None)
+
     def require_capacity(self, count: int) -> None:
         """Raises EngineBusy if the sequences of this API server alone leave no engine with capacity for `count`."""
         if not self._with_capacity(count):

@@ -1,6 +1,8 @@
 """OpenAI's routes for files and batches: `/v1/files` and `/v1/batches`."""
 
 import asyncio
+import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -24,7 +26,7 @@ from dsv3.server.batches.store import (
     FileObject,
 )
 from dsv3.server.http.auth import tenant_of
-from dsv3.server.http.bodies import ClientGone, Handler, make_routes, read_json_body
+from dsv3.server.http.bodies import ClientGone, Handler, make_routes, read_json_body, unless_disconnected
 from dsv3.server.http.exchange import json_response
 from dsv3.server.protocol.errors import ApiError, invalid, unavailable
 from dsv3.server.protocol.responses import MAX_METADATA
@@ -184,8 +186,12 @@ class _Content(Response):
         self.init_headers({"content-type": "application/octet-stream"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientGone):
+            await unless_disconnected(receive, self._send(scope, send))
+
+    async def _send(self, scope: Scope, send: Send) -> None:
         with await asyncio.to_thread(self._path.open, "rb") as file:
-            size = self._path.stat().st_size
+            size = os.fstat(file.fileno()).st_size
             headers = [*self.raw_headers, (b"content-length", str(size).encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             left = size if scope["method"] != "HEAD" else 0

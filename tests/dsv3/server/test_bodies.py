@@ -275,3 +275,20 @@ def outcome(kind, body):
         return request_parsing.read(kind, body)
     except ApiError as error:
         return error
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_the_text_of_token_ids_is_bounded(monkeypatch, count):
+    """A body holds a million ids, each of up to 128 characters: eight times as much memory as its budget counts."""
+    monkeypatch.setattr(prompts, "_MAX_CHARS", 3)
+
+    async def run(is_long, work):
+        return work()
+
+    tokenizer = SimpleNamespace(vocab_size=9, decode=lambda tokens, skip_special_tokens: "x" * len(tokens))
+    text = prompts.detokenize(SimpleNamespace(tokenizer=tokenizer, run=run), [5] * count)
+    if count == 3:
+        assert asyncio.run(text) == "xxx"
+    else:
+        with pytest.raises(ApiError, match="tokens: they make 4 characters, at most 3"):
+            asyncio.run(text)

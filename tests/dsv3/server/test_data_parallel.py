@@ -102,6 +102,20 @@ def test_requests_go_where_load_is_least_and_pages_are(run):
     run(work())
 
 
+def test_a_sequence_is_found_in_whichever_engine_has_it(run):
+    """The list of requests names its client's request and tenant."""
+
+    async def work() -> None:
+        client, streams = engines(2), [Stream(), Stream()]
+        requests = [asked(client, [5], rank=rank) for rank in range(2)]
+        for request, stream in zip(requests, streams, strict=True):
+            client.submit([request], [stream])
+        assert [client.stream_of(request.request_id) for request in requests] == streams
+        assert client.stream_of(999) is None
+
+    run(work())
+
+
 def test_sequences_of_a_dead_engine_resume_in_the_others_and_wait_where_there_is_none(run):
     async def work() -> None:
         client = engines(3)

@@ -95,7 +95,11 @@ class RouterSite:
 
 
 def make_app(site: RouterSite, host: str) -> ASGIApp:
-    """Returns the application, behind keys where there are any."""
+    """Returns the application, behind keys where there are any.
+
+    Registrations have their own key, and none where only this machine's clients can connect. They need no admission: if
+    they were refused while clients have all connections, the leases of all instances would end.
+    """
     handlers: dict[tuple[str, str], Handler] = {
         ("GET", "/health"): functools.partial(_health, site),
         ("GET", "/metrics"): functools.partial(_metrics, site),
@@ -109,11 +113,13 @@ def make_app(site: RouterSite, host: str) -> ASGIApp:
     app = Starlette(routes=make_routes(handlers), exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
     admitted = require_admission(app, lambda _: site.fleet.metrics.requests.labels("503").inc())
-    if not site.tenants.all:
-        return require_local_name(admitted, host) if is_loopback(host) else admitted
-    guarded = require_key(admitted, site.tenants)
-    without_key = site.members is not None and not site.members.has_key
-    registering = require_local_name(admitted, host) if without_key else admitted
+    if site.tenants.all:
+        guarded = require_key(admitted, site.tenants)
+    else:
+        guarded = require_local_name(admitted, host) if is_loopback(host) else admitted
+    if site.members is None:
+        return guarded
+    registering = app if site.members.has_key else require_local_name(app, host)
 
     async def except_registration(scope: Scope, receive: Receive, send: Send) -> None:
         await (registering if scope["path"] == REGISTER else guarded)(scope, receive, send)
@@ -333,7 +339,7 @@ async def serve(
     about = {"service.instance.id": f"{options.host}:{listener.getsockname()[1]}"}
     tracer = make_tracer(options.otlp_traces_endpoint, "dsv3-router", about)
     site = RouterSite(fleet, Tenants(tenants), members if options.registration else None, tracer)
-    limit = ConnectionLimit(max_admitted(None, 1))
+    limit = ConnectionLimit(max_admitted(None, 1, files_per_request=2))
     certificate = certificate_of(ServerOptions(**{name: getattr(options, name) for name in _TLS}))
     server = HttpServer(make_app(site, options.host), listener, limit, Deadlines(), certificate)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)

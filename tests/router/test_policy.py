@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from dsv3.config.server_options import ServerOptions
 from dsv3.scheduler.sent_pages import SentPages
-from dsv3.server.http.exchange import ADMIT
+from dsv3.server.http.exchange import ADMIT, REQUEST_ID
 from dsv3.server.http.registration import make_registrar
 from dsv3.server.protocol.errors import ENGINE_DIED, ApiError
-from dsv3.server.tenants import Tenant, Tenants
+from dsv3.server.tenants import Tenants, load_tenants
 from router import members
 from router.app import RouterSite, fleet_of, make_app, maker, members_of
 from router.instance import Booking, CircuitBreaker, Instance, InstanceFailed
@@ -462,28 +462,43 @@ def test_an_answer_that_is_nested_too_deeply_ends_no_probe(monkeypatch, answers)
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-@pytest.mark.parametrize("key", [None, "a key of the instances"])
-def test_a_web_page_registers_no_instance_where_that_needs_no_key(key):
-    """Also where clients need keys: a page's own name may resolve to this machine."""
+def status_of(key: str | None, path: str, body: bytes, admitted: bool = True, **headers: str) -> int:
+    """The status of a POST to a router whose instances have this key, and whose clients have another one."""
 
     async def run() -> int:
-        options = RouterOptions(registration=True)
+        options, sent = RouterOptions(registration=True), []
         make = maker(options, None)
         fleet = fleet_of(options, make)
         members = members_of(fleet, make, key, lambda text: None)
-        site = RouterSite(fleet, Tenants([Tenant("a", b"x" * 32, "s")]), members, None)
-        sent: list = []
+        site = RouterSite(fleet, Tenants(load_tenants(ServerOptions(api_key="sk-client"))), members, None)
 
         async def send(message):
             sent.append(message)
 
         async def receive():
-            return {"type": "http.request", "body": b"{}", "more_body": False}
+            return {"type": "http.request", "body": body, "more_body": False}
 
-        headers = [(b"host", b"page.example:8000"), (b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": "/instances", "headers": headers, "query_string": b""}
-        await make_app(site, "127.0.0.1")(scope | {"extensions": {ADMIT: lambda: True}}, receive, send)
+        fields = {"host": "localhost:8000", "content-type": "application/json"} | headers
+        raw = [(name.encode(), value.encode()) for name, value in fields.items()]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": raw, "query_string": b""}
+        await make_app(site, "127.0.0.1")(
+            scope | {"extensions": {ADMIT: lambda: admitted, REQUEST_ID: "id"}}, receive, send
+        )
         await site.close()
+        await members.close()
         return sent[0]["status"]
 
-    assert asyncio.run(asyncio.wait_for(run(), 60)) == (421 if key is None else 401)
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize(("key", "status"), [(None, 421), ("a key of the instances", 401)])
+def test_a_web_page_registers_no_instance_where_that_needs_no_key(key, status):
+    """Also where clients need keys: a page's own name may resolve to this machine."""
+    assert status_of(key, "/instances", b"{}", host="page.example:8000") == status
+
+
+def test_leases_are_renewed_while_clients_have_all_connections():
+    """Else all instances would leave a router that has too many clients."""
+    key, body = "a key of the instances", json.dumps({"url": URL}).encode()
+    assert status_of(key, "/instances", body, admitted=False, authorization=f"Bearer {key}") == 200
+    assert status_of(key, "/v1/completions", b"{}", admitted=False, authorization="Bearer sk-client") == 503

@@ -203,12 +203,16 @@ class Instance:
             yield chunk
 
     async def read(self, response: StreamedResponse, limit: int) -> bytes:
-        """Returns the body of a StreamedResponse; raises InstanceFailed, also for more than `limit` bytes."""
+        """Returns the body of a StreamedResponse; raises InstanceFailed.
+
+        Raises ApiError for more than `limit` bytes: another instance would send as many, and this one has not failed.
+        """
         body = bytearray()
         async for chunk in self.chunks(response):
             body += chunk
             if len(body) > limit:
-                raise InstanceFailed(f"an answer has more than {limit} bytes")
+                text = f"the response has more than {limit} bytes; send the request with stream"
+                raise ApiError(502, text, kind="server_error", code="response_too_large")
         return bytes(body)
 
     async def fetch(

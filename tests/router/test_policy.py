@@ -419,6 +419,24 @@ def test_reads_from_a_host_without_a_route_end_and_those_of_a_closed_port_go_on(
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_a_large_response_is_no_failure_of_its_instance():
+    """The next instance would send as much; three of them would keep all requests from each."""
+
+    async def pieces():
+        for _ in range(3):
+            yield b"x" * 10
+
+    async def run() -> None:
+        instance = Instance(URL, None, 1, 1.0)
+        assert await instance.read(SimpleNamespace(pieces=pieces), 30) == b"x" * 30
+        with pytest.raises(ApiError, match="more than 29 bytes; send the request with stream") as error:
+            await instance.read(SimpleNamespace(pieces=pieces), 29)
+        assert error.value.status == 502
+        await instance.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 DEEP = b"[" * 50_000
 PUBLISHES = b'{"data": [{"version": "v", "kv_events": {"endpoint": "tcp://*:5557"}}]}'
 

@@ -33,6 +33,7 @@ from dsv3.server.otlp import Attributes, Span
 from dsv3.server.protocol.anthropic import MESSAGES
 from dsv3.server.protocol.errors import QUEUE_FULL, ApiError, invalid, unavailable
 from dsv3.server.serving.handlers import KINDS
+from dsv3.server.serving.request_parsing import read_fields
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants
 from dsv3.server.tracing import RequestTrace, Tracer, make_tracer, trace_context
 from router.canary import Canary, parse_share
@@ -168,9 +169,10 @@ class _Share(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _read_share(body: bytearray) -> float:
+    text = read_fields(_Share, body).share
     try:
-        return parse_share(msgspec.json.decode(body, type=_Share).share)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        return parse_share(text)
+    except ValueError as error:
         raise invalid(f"share: {error}"[:200], "share") from None
 
 

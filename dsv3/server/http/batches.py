@@ -30,7 +30,7 @@ from dsv3.server.http.bodies import ClientGone, Handler, make_routes, read_json_
 from dsv3.server.http.exchange import json_response
 from dsv3.server.protocol.errors import ApiError, invalid, unavailable
 from dsv3.server.protocol.responses import MAX_METADATA
-from dsv3.server.serving.request_parsing import invalid_field, require_few_brackets
+from dsv3.server.serving.request_parsing import read_fields
 from dsv3.server.serving.service import Service
 
 MAX_UPLOADS = 8  # at a time, per API server
@@ -208,13 +208,7 @@ def _tenant(http: Request) -> str:
 
 
 def _parse(body: bytearray) -> CreateBatch:
-    require_few_brackets(body)
-    try:
-        request = msgspec.json.decode(body, type=CreateBatch)
-    except msgspec.ValidationError as error:
-        raise invalid_field(error, "", CreateBatch) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise invalid("the body is not valid JSON") from None
+    request = read_fields(CreateBatch, body)
     if request.output_expires_after is not None and bytes(request.output_expires_after) != b"null":
         text = "output_expires_after: files are kept until they are deleted; leave it out"
         raise invalid(text, "output_expires_after", "unsupported_parameter")

@@ -133,9 +133,9 @@ def read[T: msgspec.Struct](kind: type[T], body: bytes | bytearray, limits: Prom
 
 
 def read_fields[T: msgspec.Struct](kind: type[T], body: _Buffer) -> T:
-    """Returns the fields of a body that `kind` declares as `msgspec.Raw`, undecoded.
+    """Returns the fields of a body that `kind` declares: small ones, or undecoded as `msgspec.Raw`.
 
-    Raises ApiError as `read` does for too many brackets, and for a body that is not a JSON object.
+    Raises ApiError as `read` does for too many brackets, for a body that is not a JSON object, and for invalid fields.
     """
     require_few_brackets(body)
     return _decode(kind, body, "")

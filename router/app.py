@@ -33,6 +33,7 @@ from dsv3.server.otlp import Attributes, Span
 from dsv3.server.protocol.anthropic import MESSAGES
 from dsv3.server.protocol.errors import QUEUE_FULL, ApiError, invalid, unavailable
 from dsv3.server.serving.handlers import KINDS
+from dsv3.server.serving.request_parsing import read_fields
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants
 from dsv3.server.tracing import RequestTrace, Tracer, make_tracer, trace_context
 from router.canary import Canary, parse_share
@@ -79,10 +80,11 @@ class RouterSite:
         except WorkersBusy as error:
             raise unavailable(str(error), QUEUE_FULL) from None
 
-    async def read[T](self, nbytes: int, work: Callable[[], T]) -> T:
-        """Returns the result of `work`, which decodes a body of `nbytes`; ApiError 503 where too many wait."""
+    async def read[T](self, http: Request, reservation: Reservation, parse: Callable[[bytearray], T]) -> T:
+        """Returns what `parse` makes of a request's body, for which it reserves memory; raises ApiError."""
+        body = await read_json_body(http, functools.partial(self.reserve, reservation))
         try:
-            return await self._bodies.run(nbytes, work)
+            return await self._bodies.run(len(body), lambda: parse(body))
         except WorkersBusy as error:
             raise unavailable(str(error), QUEUE_FULL) from None
 
@@ -94,7 +96,11 @@ class RouterSite:
 
 
 def make_app(site: RouterSite, host: str) -> ASGIApp:
-    """Returns the application, behind keys where there are any."""
+    """Returns the application, behind keys where there are any.
+
+    Registrations have their own key, and none where only this machine's clients can connect. They need no admission: if
+    they were refused while clients have all connections, the leases of all instances would end.
+    """
     handlers: dict[tuple[str, str], Handler] = {
         ("GET", "/health"): functools.partial(_health, site),
         ("GET", "/metrics"): functools.partial(_metrics, site),
@@ -108,12 +114,16 @@ def make_app(site: RouterSite, host: str) -> ASGIApp:
     app = Starlette(routes=make_routes(handlers), exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
     admitted = require_admission(app, lambda _: site.fleet.metrics.requests.labels("503").inc())
-    if not site.tenants.all:
-        return require_local_name(admitted, host) if is_loopback(host) else admitted
-    guarded = require_key(admitted, site.tenants)
+    if site.tenants.all:
+        guarded = require_key(admitted, site.tenants)
+    else:
+        guarded = require_local_name(admitted, host) if is_loopback(host) else admitted
+    if site.members is None:
+        return guarded
+    registering = app if site.members.has_key else require_local_name(app, host)
 
     async def except_registration(scope: Scope, receive: Receive, send: Send) -> None:
-        await (admitted if scope["path"] == REGISTER else guarded)(scope, receive, send)
+        await (registering if scope["path"] == REGISTER else guarded)(scope, receive, send)
 
     return except_registration
 
@@ -151,12 +161,19 @@ async def _register(members: Members, site: RouterSite, http: Request) -> Respon
     """Registers an instance, or renews or ends its registration."""
     members.authorize(http.headers.get("authorization"))
     with site.budget.reserve() as reservation:
-        body = await read_json_body(http, functools.partial(site.reserve, reservation))
-        return json_response(members.register(await site.read(len(body), lambda: read_registration(body))))
+        return json_response(members.register(await site.read(http, reservation, read_registration)))
 
 
 class _Share(msgspec.Struct, forbid_unknown_fields=True):
     share: str
+
+
+def _read_share(body: bytearray) -> float:
+    text = read_fields(_Share, body).share
+    try:
+        return parse_share(text)
+    except ValueError as error:
+        raise invalid(f"share: {error}"[:200], "share") from None
 
 
 async def _share(site: RouterSite, http: Request) -> Response:
@@ -164,11 +181,7 @@ async def _share(site: RouterSite, http: Request) -> Response:
     _require_operator(site, http, "this route")
     assert site.fleet.canary is not None
     with site.budget.reserve() as reservation:
-        body = await read_json_body(http, functools.partial(site.reserve, reservation))
-        try:
-            share = parse_share(msgspec.json.decode(body, type=_Share).share)
-        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-            raise invalid(f"share: {error}", "share") from None
+        share = await site.read(http, reservation, _read_share)
     site.fleet.canary = Canary(site.fleet.canary.version, share)
     return json_response({"version": site.fleet.canary.version, "share": share})
 
@@ -191,8 +204,7 @@ async def _relay(site: RouterSite, http: Request) -> Response:
     salt = tenant.salt if tenant is not None and site.tenants.has_several else ""
     with contextlib.ExitStack() as stack:
         reservation = stack.enter_context(site.budget.reserve())
-        body = await read_json_body(http, functools.partial(site.reserve, reservation))
-        request = await site.read(len(body), lambda: parse_request(path, body, salt))
+        request = await site.read(http, reservation, lambda body: parse_request(path, body, salt))
         site.reserve(reservation, request.num_bytes)
         if request.is_urgent:
             _require_operator(site, http, "a priority below 0")
@@ -329,7 +341,7 @@ async def serve(
     about = {"service.instance.id": f"{options.host}:{listener.getsockname()[1]}"}
     tracer = make_tracer(options.otlp_traces_endpoint, "dsv3-router", about)
     site = RouterSite(fleet, Tenants(tenants), members if options.registration else None, tracer)
-    limit = ConnectionLimit(max_admitted(None, 1))
+    limit = ConnectionLimit(max_admitted(None, 1, files_per_request=2))
     certificate = certificate_of(ServerOptions(**{name: getattr(options, name) for name in _TLS}))
     server = HttpServer(make_app(site, options.host), listener, limit, Deadlines(), certificate)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)

@@ -8,6 +8,7 @@ missed.
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 from collections import Counter, OrderedDict
@@ -150,6 +151,17 @@ def _connectable(endpoint: str, host: str) -> str | None:
     return endpoint if endpoint.startswith("ipc://") and host in ("127.0.0.1", "::1", "localhost") else None
 
 
+@functools.cache
+def zmq_context() -> "zmq.asyncio.Context":
+    """Returns the context of all listeners, with as many sockets as there can be.
+
+    Its default is 1,023, and each rank of each instance takes one: a decode unit may have 144 ranks.
+    """
+    context = zmq.asyncio.Context()
+    context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
+    return context
+
+
 class Listener:
     """Keeps `cached` up to date from `start` to `close`. `is_live`: it has all events so far."""
 
@@ -167,21 +179,20 @@ class Listener:
 
     def start(self) -> None:
         """Subscribes to all ranks."""
-        context = zmq.asyncio.Context.instance()
-        self._tasks = [asyncio.create_task(self._follow(context, rank)) for rank in range(self._source.num_ranks)]
+        self._tasks = [asyncio.create_task(self._follow(rank)) for rank in range(self._source.num_ranks)]
 
     def close(self) -> None:
         """Unsubscribes."""
         for task in self._tasks:
             task.cancel()
 
-    async def _follow(self, context: "zmq.asyncio.Context", rank: int) -> None:
+    async def _follow(self, rank: int) -> None:
         """Subscribes to a rank, and again with growing pauses where it does not answer, until it is cancelled."""
         pause = _RETRY_S[0]
         while True:
             try:
-                async with self._subscribed(context, rank) as socket:
-                    await self._listen(context, socket, rank)
+                async with self._subscribed(rank) as socket:
+                    await self._listen(socket, rank)
             except _OtherPublisher:
                 pass
             except (zmq.ZMQError, TimeoutError, ValueError) as error:
@@ -192,27 +203,27 @@ class Listener:
             await asyncio.sleep(pause)
 
     @contextlib.asynccontextmanager
-    async def _subscribed(self, context: "zmq.asyncio.Context", rank: int) -> AsyncIterator["zmq.asyncio.Socket"]:
-        with context.socket(zmq.SUB) as socket:
+    async def _subscribed(self, rank: int) -> AsyncIterator["zmq.asyncio.Socket"]:
+        with zmq_context().socket(zmq.SUB) as socket:
             socket.linger = 0
             socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
             socket.setsockopt_string(zmq.SUBSCRIBE, self._source.topic)
             socket.connect(endpoint_of(self._source.endpoint, rank))
             yield socket
 
-    async def _listen(self, context: "zmq.asyncio.Context", socket: "zmq.asyncio.Socket", rank: int) -> None:
+    async def _listen(self, socket: "zmq.asyncio.Socket", rank: int) -> None:
         """Applies batches as they come; raises _OtherPublisher, and TimeoutError where a replay does not come."""
-        expected = await self._replayed(context, rank, None)
+        expected = await self._replayed(rank, None)
         while True:
             try:
                 async with asyncio.timeout(_IDLE_S):
                     number, payload = _message(await socket.recv_multipart())
             except TimeoutError:
-                expected = await self._replayed(context, rank, expected)
+                expected = await self._replayed(rank, expected)
                 continue
             batch = read_batch(payload)
             if expected is not None and number > expected:
-                expected = await self._replayed(context, rank, expected)
+                expected = await self._replayed(rank, expected)
             if expected is not None and number < expected:
                 if batch.ts > self._newest[rank]:
                     raise _OtherPublisher
@@ -222,7 +233,7 @@ class Listener:
             self._apply(rank, batch)
             expected, self._is_current[rank] = number + 1, True
 
-    async def _replayed(self, context: "zmq.asyncio.Context", rank: int, expected: int | None) -> int | None:
+    async def _replayed(self, rank: int, expected: int | None) -> int | None:
         """Applies the replay from batch `expected` on, None for all; returns the next number.
 
         The batch before is requested too: its time shows whether the same process publishes.
@@ -230,7 +241,8 @@ class Listener:
         endpoint = self._source.replay_endpoint
         if endpoint is None:
             return expected
-        with context.socket(zmq.DEALER) as socket:  # a new one, so that no late answer to an earlier request comes
+        # A new socket gets no late answer to an earlier request.
+        with zmq_context().socket(zmq.DEALER) as socket:
             socket.linger = 0
             socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
             socket.connect(endpoint_of(endpoint, rank))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -22,6 +23,7 @@ _BACKOFF_S = 1.0, 30.0
 _FAILURES = 3
 _MAX_HEALTH_BYTES = 2**16
 _SILENCES = 3  # unanswered /health probes after which requests in flight move to another instance
+_NO_ROUTE = (errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ETIMEDOUT)
 _BUSY_S = 0.1, 2.0  # back-off after a refusal: the first one, and the longest; it doubles each time
 
 
@@ -201,12 +203,16 @@ class Instance:
             yield chunk
 
     async def read(self, response: StreamedResponse, limit: int) -> bytes:
-        """Returns the body of a StreamedResponse; raises InstanceFailed, also for more than `limit` bytes."""
+        """Returns the body of a StreamedResponse; raises InstanceFailed.
+
+        Raises ApiError for more than `limit` bytes: another instance would send as many, and this one has not failed.
+        """
         body = bytearray()
         async for chunk in self.chunks(response):
             body += chunk
             if len(body) > limit:
-                raise InstanceFailed(f"an answer has more than {limit} bytes")
+                text = f"the response has more than {limit} bytes; send the request with stream"
+                raise ApiError(502, text, kind="server_error", code="response_too_large")
         return bytes(body)
 
     async def fetch(
@@ -227,14 +233,25 @@ class Instance:
             if status == "ok" and self.status != "ok":
                 await self._on_up(is_new=self.status != "silent")
         except TimeoutError:
-            self._silences += 1
+            self._on_silence()
             if self._silences >= _SILENCES:
                 self.status = "silent"
-                self._cancel_reads()
-            return
-        except RequestFailed:
-            status = "gone"
-        self.status, self._silences = status, 0
+        except RequestFailed as error:
+            self.status = "gone"
+            if _has_no_route(error):
+                self._on_silence()
+            else:
+                self._silences = 0
+        else:
+            self.status, self._silences = status, 0
+
+    def _on_silence(self) -> None:
+        """Counts a probe that the host has not answered; the third in a row cancels all pending reads."""
+        self._silences += 1
+        if self._silences >= _SILENCES:
+            for wait in list(self._reading):
+                if not wait.expired():
+                    wait.reschedule(asyncio.get_running_loop().time())
 
     async def close(self) -> None:
         """Closes idle connections and the subscription to KV events."""
@@ -250,7 +267,7 @@ class Instance:
         self.breaker.on_success()
         if is_new:
             self.sent.clear()
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             models = msgspec.json.decode(content, type=_ServedModels).data
             self.version = next((model.version for model in models if model.version), "")
             if self._given is None:
@@ -258,7 +275,7 @@ class Instance:
                 self.concurrency = self.concurrency or DEFAULT_CONCURRENCY
             self.load.ranks = max([1, *(model.data_parallel_size or 1 for model in models)])
             source = next((model.kv_events for model in models if model.kv_events is not None), None)
-            if is_new or source is None:
+            if is_new or source is None or self.listener is None:
                 self._subscribe(None if source is None else source.at(self._address.host))
 
     def _subscribe(self, source: EventEndpoint | None) -> None:
@@ -278,17 +295,19 @@ class Instance:
             finally:
                 self._reading.discard(wait)
 
-    def _cancel_reads(self) -> None:
-        """Cancels all pending reads from this instance."""
-        for wait in list(self._reading):
-            if not wait.expired():
-                wait.reschedule(asyncio.get_running_loop().time())
+
+def _has_no_route(error: RequestFailed) -> bool:
+    """Returns whether the host cannot be reached: its open connections may then never end.
+
+    A host that refuses connections is reachable: a server that drains may still complete its responses.
+    """
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in _NO_ROUTE
 
 
 def _reported_status(body: bytes) -> str:
     try:
         found: Any = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return "unwell"
     status = found.get("status") if isinstance(found, dict) else None
     return status if isinstance(status, str) and status != "ok" else "unwell"

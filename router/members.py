@@ -14,6 +14,7 @@ import msgspec
 
 from dsv3.http_client import Address
 from dsv3.server.protocol.errors import QUEUE_FULL, ApiError, invalid, unavailable
+from dsv3.server.serving.request_parsing import read_fields
 from router.instance import Booking, Instance
 from router.policy import choose
 from router.request import Prompt
@@ -156,15 +157,9 @@ class Registration(msgspec.Struct, forbid_unknown_fields=True):
     leaves: bool = False
 
 
-_decoder = msgspec.json.Decoder(Registration)
-
-
 def read_registration(body: bytes | bytearray) -> Registration:
     """Parses a registration; raises ApiError 400."""
-    try:
-        found = _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"the registration cannot be read: {error}") from None
+    found = read_fields(Registration, body)
     try:
         if len(found.url) > _MAX_URL:
             raise ValueError
@@ -211,6 +206,11 @@ class Members:
         await asyncio.gather(*tasks, return_exceptions=True)
         for instance in self._tasks:
             await instance.close()
+
+    @property
+    def has_key(self) -> bool:
+        """Whether instances need a key to register."""
+        return self._key is not None
 
     def authorize(self, given: str | None) -> None:
         """Raises ApiError 401 for an instance that does not know the key."""

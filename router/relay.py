@@ -108,7 +108,7 @@ async def _tokens(instance: Instance, fields: Mapping[str, msgspec.Raw]) -> np.n
         status, content = await instance.fetch("POST", "/tokenize", b"{%b}" % body, _MOST_BYTES)
         tokens = msgspec.json.decode(content, type=_Tokenized).tokens if status == 200 else None
         return None if tokens is None else np.array(tokens, np.int32)
-    except (RequestFailed, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
+    except (RequestFailed, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError):
         return None
 
 

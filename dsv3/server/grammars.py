@@ -79,11 +79,9 @@ class GrammarPool:
         except (OverflowError, ValueError, TypeError, RecursionError, frames.FrameError):
             raise GrammarError("it contains a value that cannot be encoded as a grammar") from None
         key = hashlib.sha256(frame).digest()
-        cached = self._cache.get(key)
-        if cached is None or cached[1] < time.monotonic():
-            cached = await self._workers.run(len(frame), lambda pool: pool._compile(frame, rules))
-        self._store(key, cached)
-        if (reply := cached[0]).error is not None:
+        if (reply := self._cached(key)) is None:
+            reply = await self._workers.run(len(frame), lambda pool: pool._compile(key, frame, rules))
+        if reply.error is not None:
             raise GrammarError(reply.error)
         return reply.text
 
@@ -92,30 +90,45 @@ class GrammarPool:
         if self._worker is not None:
             await self._worker.stop()
 
-    def _store(self, key: bytes, cached: tuple[WorkerReply, float]) -> None:
-        """Caches a result as the most recently used one, and evicts the least recently used ones."""
-        if (old := self._cache.pop(key, None)) is not None:
-            self._num_chars -= len(old[0].text)
-        self._cache[key] = cached
-        self._num_chars += len(cached[0].text)
+    def _cached(self, key: bytes) -> WorkerReply | None:
+        """Returns a cached result, which becomes the most recently used one; None where there is none."""
+        reply, until = self._cache.get(key, (None, 0.0))
+        if reply is None or until < time.monotonic():
+            return None
+        self._cache.move_to_end(key)
+        return reply
+
+    def _store(self, key: bytes, reply: WorkerReply, until: float) -> None:
+        """Caches a result until a time of `monotonic`, and evicts the least recently used ones."""
+        old, _ = self._cache.pop(key, (WorkerReply(), 0.0))
+        self._cache[key] = reply, until
+        self._num_chars += len(reply.text) - len(old.text)
         while len(self._cache) > MAX_CACHED or self._num_chars > MAX_CACHED_CHARS:
             self._num_chars -= len(self._cache.popitem(last=False)[1][0].text)
 
-    async def _compile(self, frame: bytearray, rules: RequestRules) -> tuple[WorkerReply, float]:
-        """Returns the worker's result; a timeout or crash is cached for `FAILURE_TTL_S`."""
+    async def _compile(self, key: bytes, frame: bytearray, rules: RequestRules) -> WorkerReply:
+        """Returns the worker's result, or that of an equal request that was before this one in the queue.
+
+        It is cached, though its client may have gone; that of a timeout or crash for `FAILURE_TTL_S`.
+        """
+        if (found := self._cached(key)) is not None:
+            return found
         if self._worker is None:
             vocabulary = str(self._tokenizer), rules.vocab_size, rules.eos_token_ids
             setup = frames.encode(GrammarSetup(*vocabulary, self._dialect, self._marker_ids))
             self._worker = WorkerProcess(
                 "dsv3.server.grammars", "compiles grammars", setup, self._deadline_s, VocabularyError
             )
+        until = math.inf
         try:
-            return await self._worker.call(frame), math.inf
-        except TimeoutError:
-            error = f"takes longer than {self._deadline_s:g} s to compile; make it smaller"
-        except PoisonRequest:
-            error = "cannot be compiled: it needs too much memory"
-        return WorkerReply(error=error), time.monotonic() + FAILURE_TTL_S
+            reply = await self._worker.call(frame)
+        except (TimeoutError, PoisonRequest) as error:
+            text = "cannot be compiled: it needs too much memory"
+            if isinstance(error, TimeoutError):
+                text = f"takes longer than {self._deadline_s:g} s to compile; make it smaller"
+            reply, until = WorkerReply(error=text), time.monotonic() + FAILURE_TTL_S
+        self._store(key, reply, until)
+        return reply
 
 
 def _make_compiler(body: bytes) -> Callable[[bytes], str]:

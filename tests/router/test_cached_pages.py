@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from dsv3.config.publishing import KvEventsConfig
 from dsv3.kv_cache.event_publisher import Publisher
 from dsv3.kv_cache.events import Cleared, EventEncoder, EventQueue, PageTokens, Removed, Stored
 from dsv3.kv_cache.page_keys import extend_keys, root_key
-from router.cached_pages import CachedPages, EventEndpoint, Listener, read_batch, token_page_keys
+from router.cached_pages import CachedPages, EventEndpoint, Listener, read_batch, token_page_keys, zmq_context
 from router.instance import Booking, Instance
 from router.request import Prompt
 
@@ -162,3 +163,8 @@ def test_a_listener_knows_what_came_before_it_and_survives_the_publisher():
 
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(run(Path(directory)))
+
+
+def test_more_ranks_are_listened_to_than_zmq_has_sockets_by_default():
+    """Seven decode units of 144 ranks are that many."""
+    assert zmq.Context().get(zmq.MAX_SOCKETS) < 7 * 144 + 20 < zmq_context().get(zmq.MAX_SOCKETS)

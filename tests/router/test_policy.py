@@ -2,22 +2,26 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import random
 import re
 import time
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.config.server_options import ServerOptions
 from dsv3.scheduler.sent_pages import SentPages
+from dsv3.server.http.exchange import ADMIT, REQUEST_ID
 from dsv3.server.http.registration import make_registrar
 from dsv3.server.protocol.errors import ENGINE_DIED, ApiError
+from dsv3.server.tenants import Tenants, load_tenants
 from router import members
-from router.app import fleet_of, maker, members_of
+from router.app import RouterSite, fleet_of, make_app, maker, members_of
 from router.instance import Booking, CircuitBreaker, Instance, InstanceFailed
 from router.members import Members, Pool, Registration, read_registration
 from router.options import RouterOptions
@@ -384,3 +388,135 @@ def test_trials_end():
 def test_options_that_cannot_be(given):
     with pytest.raises(ValueError):
         RouterOptions(**given)
+
+
+@pytest.mark.parametrize(
+    ("number", "ends"), [(errno.ECONNREFUSED, False), (errno.EHOSTUNREACH, True), (errno.ENETUNREACH, True)]
+)
+def test_reads_from_a_host_without_a_route_end_and_those_of_a_closed_port_go_on(monkeypatch, number, ends):
+    """Nothing ends an open connection to a host that is gone. A server that drains closes its port first."""
+
+    async def fail(*_, **__):
+        raise aiohttp.ClientConnectorError(SimpleNamespace(host="h", port=1, ssl=True), OSError(number, "x"))
+
+    async def pieces():
+        await asyncio.Event().wait()
+        yield b""
+
+    async def run() -> None:
+        monkeypatch.setattr(aiohttp.ClientSession, "request", fail)
+        instance = Instance(URL, None, 1, 1.0)
+        reading = asyncio.create_task(instance.read(SimpleNamespace(pieces=pieces), 9))
+        for count in range(1, 4):
+            await instance.probe()
+            await asyncio.wait({reading}, timeout=0.01)
+            assert (instance.status, reading.done()) == ("gone", ends and count == 3)
+        reading.cancel()
+        [found] = await asyncio.gather(reading, return_exceptions=True)
+        assert isinstance(found, InstanceFailed if ends else asyncio.CancelledError)
+        await instance.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_large_response_is_no_failure_of_its_instance():
+    """The next instance would send as much; three of them would keep all requests from each."""
+
+    async def pieces():
+        for _ in range(3):
+            yield b"x" * 10
+
+    async def run() -> None:
+        instance = Instance(URL, None, 1, 1.0)
+        assert await instance.read(SimpleNamespace(pieces=pieces), 30) == b"x" * 30
+        with pytest.raises(ApiError, match="more than 29 bytes; send the request with stream") as error:
+            await instance.read(SimpleNamespace(pieces=pieces), 29)
+        assert error.value.status == 502
+        await instance.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+DEEP = b"[" * 50_000
+PUBLISHES = b'{"data": [{"version": "v", "kv_events": {"endpoint": "tcp://*:5557"}}]}'
+
+
+def test_an_instance_that_was_silent_before_it_came_up_is_listened_to(monkeypatch):
+    found: list = [TimeoutError()] * 3 + [(200, b"{}"), (200, PUBLISHES)]
+
+    async def fetch(self, method, path, *_):
+        if isinstance(answer := found.pop(0), Exception):
+            raise answer
+        return answer
+
+    async def run() -> None:
+        monkeypatch.setattr(Instance, "fetch", fetch)
+        instance = Instance(URL, None, 1, 1.0)
+        for _ in range(3):
+            await instance.probe()
+        assert instance.status == "silent"
+        await instance.probe()
+        assert (instance.status, instance.version) == ("ok", "v") and instance.listener is not None
+        await instance.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize("answers", [[(503, DEEP)], [(200, b"{}"), (200, b'{"x": %b' % DEEP)]])
+def test_an_answer_that_is_nested_too_deeply_ends_no_probe(monkeypatch, answers):
+    """Without its probes an instance would keep its last status for ever."""
+    found = list(answers)
+
+    async def fetch(self, method, path, *_):
+        return found.pop(0)
+
+    async def run() -> None:
+        monkeypatch.setattr(Instance, "fetch", fetch)
+        instance = Instance(URL, None, 1, 1.0)
+        await instance.probe()
+        assert instance.status == ("ok" if answers[0][0] == 200 else "unwell")
+        await instance.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def status_of(key: str | None, path: str, body: bytes, admitted: bool = True, **headers: str) -> int:
+    """The status of a POST to a router whose instances have this key, and whose clients have another one."""
+
+    async def run() -> int:
+        options, sent = RouterOptions(registration=True), []
+        make = maker(options, None)
+        fleet = fleet_of(options, make)
+        members = members_of(fleet, make, key, lambda text: None)
+        site = RouterSite(fleet, Tenants(load_tenants(ServerOptions(api_key="sk-client"))), members, None)
+
+        async def send(message):
+            sent.append(message)
+
+        async def receive():
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        fields = {"host": "localhost:8000", "content-type": "application/json"} | headers
+        raw = [(name.encode(), value.encode()) for name, value in fields.items()]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": raw, "query_string": b""}
+        await make_app(site, "127.0.0.1")(
+            scope | {"extensions": {ADMIT: lambda: admitted, REQUEST_ID: "id"}}, receive, send
+        )
+        await site.close()
+        await members.close()
+        return sent[0]["status"]
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize(("key", "status"), [(None, 421), ("a key of the instances", 401)])
+def test_a_web_page_registers_no_instance_where_that_needs_no_key(key, status):
+    """Also where clients need keys: a page's own name may resolve to this machine."""
+    assert status_of(key, "/instances", b"{}", host="page.example:8000") == status
+
+
+def test_leases_are_renewed_while_clients_have_all_connections():
+    """Else all instances would leave a router that has too many clients."""
+    key, body = "a key of the instances", json.dumps({"url": URL}).encode()
+    assert status_of(key, "/instances", body, admitted=False, authorization=f"Bearer {key}") == 200
+    assert status_of(key, "/v1/completions", b"{}", admitted=False, authorization="Bearer sk-client") == 503

@@ -4,6 +4,7 @@ Each engine has its own process, devices and restarts (`--data_parallel_backend 
 its sequences at once, behind the tokens received, as the next engine would.
 """
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ import numpy as np
 from dsv3.engine.operations import Operation, OperationRefused
 from dsv3.processes.gpus import visible_gpus
 from dsv3.scheduler.cost import Loads, costs, prefill_cost
+from dsv3.scheduler.listing import MAX_LISTED, RequestList
 from dsv3.scheduler.request import PreparedRequest
 from dsv3.scheduler.sent_pages import SentPages
 from dsv3.server.engine.client import EngineBusy, EngineClient, EngineUnavailable
@@ -59,6 +61,10 @@ class DataParallelClient(EngineClient):
         """Whether an engine would accept one more sequence, by the last statistics."""
         return any(member.has_capacity for member in self._accepting())
 
+    def stream_of(self, request_id: int) -> RequestStream | None:
+        found = (member.stream_of(request_id) for member in self._members)
+        return next((stream for stream in found if stream is not None), None)
+
     def require_capacity(self, count: int) -> None:
         """Raises EngineBusy if the sequences of this API server alone leave no engine with capacity for `count`."""
         if not self._with_capacity(count):
@@ -89,9 +95,16 @@ class DataParallelClient(EngineClient):
             member.flush()
 
     async def inspect(self, what: Inspection) -> Any:
-        """Inspects the first engine that is ready; raises EngineUnavailable without one."""
-        member = next((member for member in self._members if member.state == "ready"), self._members[0])
-        return await member.inspect(what)
+        """Lists the requests of all engines that are ready, or else inspects the first of them.
+
+        Raises EngineUnavailable without one, and where one ends before it replies.
+        """
+        ready = [member for member in self._members if member.state == "ready"] or self._members[:1]
+        if what != "requests":
+            return await ready[0].inspect(what)
+        found: list[RequestList] = await asyncio.gather(*(member.inspect(what) for member in ready))
+        oldest = sorted((request for each in found for request in each.requests), key=lambda request: -request.age_s)
+        return RequestList(oldest[:MAX_LISTED], sum(each.total for each in found))
 
     async def operate(self, operation: Operation) -> None:
         """Raises OperationRefused: an engine that restarts would not have what the operation changed."""

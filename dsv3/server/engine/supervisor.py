@@ -166,7 +166,10 @@ class EngineSupervisor:
             _log.warning("the engine is ready again after %.1f s (process %d)", seconds, self._process.pid)
         cluster = self._start.cluster
         if cluster is not None and cluster.cluster_spare and self._deaths is not None and self._spare is None:
-            self._spare = self._launch(_IMPORTS)
+            try:
+                self._spare = self._launch(_IMPORTS)
+            except OSError as error:  # the engine itself is well
+                _log.warning("there is no spare process until the next restart (%s)", error.strerror)
 
     def _launch(self, imports: Sequence[str] = ()) -> EngineProcess:
         self._num_processes += 1

@@ -193,7 +193,7 @@ async def _announce(
 ) -> None:
     await service.engine.settled.wait()
     await api_servers.ready()
-    if service.engine.state == "ready":
+    if service.engine.state in ("ready", "restarting"):  # it may have died since; routers see in /health when it is up
         if registrar is not None:
             registrar.start()
         on_ready(service)

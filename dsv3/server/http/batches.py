@@ -1,6 +1,8 @@
 """OpenAI's routes for files and batches: `/v1/files` and `/v1/batches`."""
 
 import asyncio
+import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -24,11 +26,11 @@ from dsv3.server.batches.store import (
     FileObject,
 )
 from dsv3.server.http.auth import tenant_of
-from dsv3.server.http.bodies import ClientGone, Handler, make_routes, read_json_body
+from dsv3.server.http.bodies import ClientGone, Handler, make_routes, read_json_body, unless_disconnected
 from dsv3.server.http.exchange import json_response
 from dsv3.server.protocol.errors import ApiError, invalid, unavailable
 from dsv3.server.protocol.responses import MAX_METADATA
-from dsv3.server.serving.request_parsing import invalid_field, require_few_brackets
+from dsv3.server.serving.request_parsing import read_fields
 from dsv3.server.serving.service import Service
 
 MAX_UPLOADS = 8  # at a time, per API server
@@ -184,8 +186,12 @@ class _Content(Response):
         self.init_headers({"content-type": "application/octet-stream"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientGone):
+            await unless_disconnected(receive, self._send(scope, send))
+
+    async def _send(self, scope: Scope, send: Send) -> None:
         with await asyncio.to_thread(self._path.open, "rb") as file:
-            size = self._path.stat().st_size
+            size = os.fstat(file.fileno()).st_size
             headers = [*self.raw_headers, (b"content-length", str(size).encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             left = size if scope["method"] != "HEAD" else 0
@@ -202,13 +208,7 @@ def _tenant(http: Request) -> str:
 
 
 def _parse(body: bytearray) -> CreateBatch:
-    require_few_brackets(body)
-    try:
-        request = msgspec.json.decode(body, type=CreateBatch)
-    except msgspec.ValidationError as error:
-        raise invalid_field(error, "", CreateBatch) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise invalid("the body is not valid JSON") from None
+    request = read_fields(CreateBatch, body)
     if request.output_expires_after is not None and bytes(request.output_expires_after) != b"null":
         text = "output_expires_after: files are kept until they are deleted; leave it out"
         raise invalid(text, "output_expires_after", "unsupported_parameter")

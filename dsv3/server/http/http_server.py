@@ -102,12 +102,16 @@ class ConnectionLimit:
         client.abort()
 
 
-def max_admitted(max_connections: int | None, api_server_count: int) -> int:
-    """Returns how many connections an API server admits; raises ValueError if `ulimit -n` allows fewer."""
+def max_admitted(max_connections: int | None, api_server_count: int, files_per_request: int = 1) -> int:
+    """Returns how many connections an API server admits; raises ValueError if `ulimit -n` allows fewer.
+
+    Each takes `files_per_request` open files: the connection, and in a router that to an instance.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MAX_CONNECTIONS
     if limit != resource.RLIM_INFINITY:
-        most = min(_MAX_CONNECTIONS, limit - _SPARE - _OWN_DESCRIPTORS - _DESCRIPTORS_PER_API_SERVER * api_server_count)
+        left = limit - _SPARE - _OWN_DESCRIPTORS - _DESCRIPTORS_PER_API_SERVER * api_server_count
+        most = min(_MAX_CONNECTIONS, left // files_per_request)
     if most < 1 or (max_connections or 0) > most:
         raise ValueError(
             f"max_connections: {max_connections or 1} is more than the {max(0, most)} that {limit} open files allow; "

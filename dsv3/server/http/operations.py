@@ -30,7 +30,7 @@ from dsv3.server.http.auth import require_operator
 from dsv3.server.http.bodies import Handler, make_routes, read_json_body, unless_disconnected
 from dsv3.server.http.exchange import json_response
 from dsv3.server.protocol.errors import ApiError, invalid, unavailable
-from dsv3.server.serving.request_parsing import require_few_brackets
+from dsv3.server.serving.request_parsing import invalid_field, read_fields
 from dsv3.server.serving.service import Service
 
 _MAX_PATH_CHARS = 4096
@@ -158,29 +158,19 @@ def _state(service: Service) -> OperatedState:
     return service.require_ready().state
 
 
-async def _read[T](service: Service, http: Request, kind: type[T]) -> T:
+async def _read[T: msgspec.Struct](service: Service, http: Request, kind: type[T]) -> T:
     """Returns the request in a body of JSON; one without a body has the defaults."""
     with service.reserve_memory() as grow:
         empty = http.headers.get("content-length", "0") == "0" and "transfer-encoding" not in http.headers
-        body = bytearray() if empty else await read_json_body(http, grow)
-
-        def decode() -> T:
-            require_few_brackets(body)
-            return msgspec.json.decode(body or b"{}", type=kind)
-
-        try:
-            return await service.read_body(len(body), decode)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise invalid(str(error)) from None
-        except RecursionError:
-            raise invalid("the body is nested too deeply") from None
+        body = bytearray(b"{}") if empty else await read_json_body(http, grow) or bytearray(b"{}")
+        return await service.read_body(len(body), lambda: read_fields(kind, body))
 
 
 def _converted[T](kind: type[T], fields: dict[str, Any]) -> T:
     try:
         return msgspec.convert(fields | {"type": kind.__name__}, kind)
     except msgspec.ValidationError as error:
-        raise invalid(str(error)) from None
+        raise invalid_field(error, "", kind) from None
 
 
 async def _operate(service: Service, http: Request, operation: Operation) -> None:

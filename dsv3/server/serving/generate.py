@@ -15,7 +15,8 @@ from dsv3.server.serving.request_parsing import converted, read_request
 
 _SAME_NAME = ("model", "stream", "stream_options", "cache_salt", "kv_transfer_params")
 _NOT_SAMPLING = {*_SAME_NAME, "prompt", "echo", "best_of", "add_special_tokens", "return_token_ids"}
-
+# A router clears these fields of a request, not of its `sampling_params`: they name a host to connect to.
+_NOT_SAMPLING |= {"bootstrap_host", "bootstrap_port", "bootstrap_room"}
 
 _NAMES_BY_ID = LogprobEncoder(None)
 

@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from dsv3.scheduler.request import MAX_PRIORITY, EngineRequest, ExpertIds, join_routed_experts
+from dsv3.scheduler.request import MAX_PRIORITY, EngineRequest, ExpertIds, RequestRules, join_routed_experts
+from dsv3.server.limits import SMALL_BYTES
 from dsv3.server.otlp import Span
 from dsv3.server.protocol.errors import ApiError, invalid
 from dsv3.server.protocol.openai import FinishReason, SampledRequest, Usage
@@ -273,7 +274,7 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
         priority = self.service.priority(self._tenant, max(self.request.priority or 0, self.min_priority))
         info = self.service.require_ready()
         source = pages_from(self.request.kv_transfer_params, info)
-        experts = prompt_experts(self.request.kv_transfer_params, info.rules)
+        experts = await self._prompt_experts(info.rules)
         bootstrap = parse_bootstrap(self.request, info)
         with self.timeline.phase("tokenize"):
             prompts = await self.read_prompts()
@@ -321,6 +322,14 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
     async def read(self) -> Request:
         """Returns the request in the body; raises ApiError."""
         return await read_request(self.service, self.request_type, self._body)
+
+    async def _prompt_experts(self, rules: RequestRules) -> ExpertIds | None:
+        """Returns the experts of the prompt that the request brings, None without any; raises ApiError."""
+        given = self.request.kv_transfer_params
+        if given is None or not (text := given.remote_routed_experts):
+            return None
+        given.remote_routed_experts = None  # frees the second copy
+        return await self.service.run(len(text) > SMALL_BYTES, lambda: prompt_experts(text, rules))
 
     async def whole(self) -> bytes:
         """Returns the JSON of the complete response; raises ApiError. Cancelling it aborts the engine's requests."""

@@ -95,7 +95,7 @@ def _string_arguments(schema: dict[str, Any] | None) -> dict[str, bool | None]:
     return {name: kind == "string" if isinstance(kind, str) else None for name, kind in types.items()}
 
 
-_MAX_ECHOED_CHARS = 2**25  # as much as a body may hold
+_MAX_CHARS = 2**25  # of a text that a response repeats: as much as a body may hold
 _INLINE_IDS = 4096  # more are detokenized in a thread: 0.2 us per token
 
 
@@ -142,8 +142,8 @@ async def echoed_prompts(service: Service, prompts: list[EncodedPrompt], n: int)
 
     is_long = sum(len(p.token_ids) for p in prompts) > _INLINE_IDS
     prompts = await service.run(is_long, lambda: [echoed(prompt) for prompt in prompts])
-    if (count := n * sum(len(p.text or "") for p in prompts)) > _MAX_ECHOED_CHARS:
-        raise invalid(f"echo: prompts and n make {count} characters, at most {_MAX_ECHOED_CHARS} are repeated", "echo")
+    if (count := n * sum(len(p.text or "") for p in prompts)) > _MAX_CHARS:
+        raise invalid(f"echo: prompts and n make {count} characters, at most {_MAX_CHARS} are repeated", "echo")
     return prompts
 
 
@@ -278,7 +278,7 @@ def _template_message(message: ChatMessage, index: int) -> dict[str, Any]:
 
 
 async def detokenize(service: Service, tokens: Sequence[int] | None) -> str:
-    """Returns the text of token ids; raises ApiError without a tokenizer."""
+    """Returns the text of token ids, of at most 2^25 characters; raises ApiError, also without a tokenizer."""
     if tokens is None:
         raise invalid("tokens: a list of token ids is needed", "tokens")
     if service.tokenizer is None:
@@ -286,7 +286,10 @@ async def detokenize(service: Service, tokens: Sequence[int] | None) -> str:
     if tokens and max(tokens) >= service.tokenizer.vocab_size:
         raise invalid(f"tokens: a token id is an integer from 0 to {service.tokenizer.vocab_size - 1}", "tokens")
     tokenizer = service.tokenizer
-    return await service.run(len(tokens) > _INLINE_IDS, lambda: tokenizer.decode(tokens, skip_special_tokens=False))
+    text = await service.run(len(tokens) > _INLINE_IDS, lambda: tokenizer.decode(tokens, skip_special_tokens=False))
+    if len(text) > _MAX_CHARS:  # a token may have 128 characters, and a request a million tokens
+        raise invalid(f"tokens: they make {len(text)} characters, at most {_MAX_CHARS} are returned", "tokens")
+    return text
 
 
 async def token_strings(service: Service, ids: Sequence[int]) -> list[str]:

@@ -37,6 +37,7 @@ from dsv3.server.protocol.openai import (
     SampledRequest,
     TokenId,
     TokenizeRequest,
+    TransferParams,
 )
 from dsv3.server.protocol.responses import ResponsesRequest
 from dsv3.server.serving.service import Service
@@ -132,9 +133,9 @@ def read[T: msgspec.Struct](kind: type[T], body: bytes | bytearray, limits: Prom
 
 
 def read_fields[T: msgspec.Struct](kind: type[T], body: _Buffer) -> T:
-    """Returns the fields of a body that `kind` declares as `msgspec.Raw`, undecoded.
+    """Returns the fields of a body that `kind` declares: small ones, or undecoded as `msgspec.Raw`.
 
-    Raises ApiError as `read` does for too many brackets, and for a body that is not a JSON object.
+    Raises ApiError as `read` does for too many brackets, for a body that is not a JSON object, and for invalid fields.
     """
     require_few_brackets(body)
     return _decode(kind, body, "")
@@ -243,15 +244,25 @@ def _read_resume(raw: msgspec.Raw, at: str, limits: PromptLimits) -> Resume | No
     return Resume(_read_prompts(ids, f"{at}.output_token_ids", limits))
 
 
-# Fields that may be large, per request, with the decoder of those that have token ids; the others have text.
+def _read_transfer(raw: msgspec.Raw, at: str, _: PromptLimits) -> TransferParams | None:
+    """Decodes transfer parameters, of which only the experts of a prompt may be large: 0.6 KB per token."""
+    if len(raw) > MAX_FIELD_BYTES:
+        fields = msgspec.structs.asdict(_decode(_fields_of(TransferParams), raw, at))
+        for name, value in fields.items():
+            if name != "remote_routed_experts" and value is not _ABSENT and len(value) > MAX_FIELD_BYTES:
+                raise _invalid_at(f"{at}.{name}", f"takes more than {MAX_FIELD_BYTES} bytes")
+    return _decode(TransferParams | None, raw, at)
+
+
+# Fields that may be large, per request, with the decoder of those that are decoded alone; the others have text.
 _LARGE: dict[type, dict[str, Callable[[msgspec.Raw, str, PromptLimits], Any] | None]] = {
-    ChatRequest: {"messages": None, "resume": _read_resume},
-    CompletionRequest: {"prompt": _read_prompts, "resume": _read_resume},
+    ChatRequest: {"messages": None, "resume": _read_resume, "kv_transfer_params": _read_transfer},
+    CompletionRequest: {"prompt": _read_prompts, "resume": _read_resume, "kv_transfer_params": _read_transfer},
     TokenizeRequest: {"prompt": None, "messages": None},
     DetokenizeRequest: {"tokens": _read_listed},
     MessagesRequest: {"messages": None, "system": None},
     ResponsesRequest: {"input": None, "instructions": None},
-    GenerateRequest: {"token_ids": _read_listed},
+    GenerateRequest: {"token_ids": _read_listed, "kv_transfer_params": _read_transfer},
 }
 
 

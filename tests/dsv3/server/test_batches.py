@@ -1,5 +1,6 @@
 """Files and batches over OpenAI's own client: states, isolation, limits, kills."""
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from dsv3.batch.journal import Journal, model_identity, summarize_input
 from dsv3.server.batches import runner, store
 from dsv3.server.batches.store import Batch, BatchStore, NotFound, Record
-from dsv3.server.http.batches import Form
+from dsv3.server.http.batches import Form, _Content
 from dsv3.server.protocol.errors import ApiError
 from tests.dsv3.server import serving
 from tests.dsv3.server.collector import Collector
@@ -527,3 +528,19 @@ def test_forms_are_limited():
     ):
         with pytest.raises(ApiError):
             feed(body)
+
+
+def test_a_download_stops_when_its_client_disconnects(tmp_path):
+    path, sent = tmp_path / "file", []
+    path.write_bytes(b"x" * 50 * 2**18)
+
+    async def receive():
+        while len(sent) < 4:
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(asyncio.wait_for(_Content(path)({"method": "GET"}, receive, send), 60))
+    assert 4 <= len(sent) < 9

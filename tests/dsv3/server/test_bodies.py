@@ -181,6 +181,19 @@ def test_a_long_answer_can_be_resumed(count):
     assert (listed(found) if count == 1 else [listed(each) for each in found]) == resume["output_token_ids"]
 
 
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, GenerateRequest])
+def test_the_experts_of_a_long_prompt_fit_a_request(kind):
+    """A prefill instance of DeepSeek-V3 sends 0.6 KB of base64 per token of the prompt; other fields stay small."""
+    experts = "QUJD" * 200_000
+    body = json.dumps({"kv_transfer_params": {"do_remote_prefill": True, "remote_routed_experts": experts}}).encode()
+    found = request_parsing.read(kind, body).kv_transfer_params
+    assert found.do_remote_prefill and found.remote_routed_experts == experts
+    for value in ({"remote_addresses": ["a:1"] * 60_000}, ["x" * 300_000], "x" * 300_000):
+        with pytest.raises(ApiError, match="kv_transfer_params"):
+            request_parsing.read(kind, json.dumps({"kv_transfer_params": value}).encode())
+    assert request_parsing.read(kind, b'{"kv_transfer_params":null,"user":"%b"}' % (b"x" * 70_000))
+
+
 class Templates:
     """Records the last render request."""
 
@@ -262,3 +275,20 @@ def outcome(kind, body):
         return request_parsing.read(kind, body)
     except ApiError as error:
         return error
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_the_text_of_token_ids_is_bounded(monkeypatch, count):
+    """A body holds a million ids, each of up to 128 characters: eight times as much memory as its budget counts."""
+    monkeypatch.setattr(prompts, "_MAX_CHARS", 3)
+
+    async def run(is_long, work):
+        return work()
+
+    tokenizer = SimpleNamespace(vocab_size=9, decode=lambda tokens, skip_special_tokens: "x" * len(tokens))
+    text = prompts.detokenize(SimpleNamespace(tokenizer=tokenizer, run=run), [5] * count)
+    if count == 3:
+        assert asyncio.run(text) == "xxx"
+    else:
+        with pytest.raises(ApiError, match="tokens: they make 4 characters, at most 3"):
+            asyncio.run(text)

@@ -454,6 +454,7 @@ def test_a_limit_beyond_the_open_files_is_refused(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
     assert 100 < max_admitted(None, 1) < 200
     assert max_admitted(100, 1) == 100
+    assert max_admitted(None, 1, files_per_request=2) == max_admitted(None, 1) // 2
     with pytest.raises(ValueError, match="max_connections: 250 is more than"):
         max_admitted(250, 1)
     with pytest.raises(ValueError, match="max_connections"):

@@ -11,6 +11,7 @@ import pytest
 from dsv3.config.options import EngineOptions
 from dsv3.config.server_options import ServerOptions
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.listing import ListedRequest, RequestList
 from dsv3.scheduler.request import EngineRequest, PreparedRequest, RequestRules, prepare
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine import data_parallel, messages
@@ -98,6 +99,36 @@ def test_requests_go_where_load_is_least_and_pages_are(run):
             submit(client, [7], n=6)
         client.abort_all(EngineUnavailable("x"))
         assert client.num_in_flight == 0
+
+    run(work())
+
+
+def test_a_sequence_is_found_in_whichever_engine_has_it(run):
+    """The list of requests names its client's request and tenant."""
+
+    async def work() -> None:
+        client, streams = engines(2), [Stream(), Stream()]
+        requests = [asked(client, [5], rank=rank) for rank in range(2)]
+        for request, stream in zip(requests, streams, strict=True):
+            client.submit([request], [stream])
+        assert [client.stream_of(request.request_id) for request in requests] == streams
+        assert client.stream_of(999) is None
+
+    run(work())
+
+
+def test_the_list_of_requests_has_those_of_all_engines(run):
+    async def work() -> None:
+        client = engines(2)
+        listing = asyncio.create_task(client.inspect("requests"))
+        await asyncio.sleep(0)
+        for i, member in enumerate(client.members):
+            await asyncio.sleep(0)
+            [asks] = [messages.to_engine.decode(frame[4:]) for frame in member.wire.frames]
+            listed = [ListedRequest(5 + i, "decoding", "", 0, 1.0 + i, 1, 2, 1, {}, 0, 0)]
+            member._on_reply(messages.EngineReply(asks.number, RequestList(listed, 7)))
+        found = await listing
+        assert ([each.request_id for each in found.requests], found.total) == ([6, 5], 14)
 
     run(work())
 

@@ -1,9 +1,18 @@
 """`resume` over HTTP: two servers in a row give the same answer as one alone."""
 
+import array
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
+from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.request import RequestRules
+from dsv3.server.protocol.errors import ApiError
+from dsv3.server.protocol.openai import CompletionRequest, Resume
+from dsv3.server.serving.prompts import EncodedPrompt
+from dsv3.server.serving.resume import resumed_tokens
 from tests.dsv3.server import serving
 from tests.dsv3.server.test_tools import MESSAGES, THINKING, TOOLS
 from tests.dsv3.text.dialects import write
@@ -179,3 +188,25 @@ def test_an_invalid_rank_is_refused(server, rank):
 def test_an_existing_rank_is_accepted(server):
     answer = server.http.post(COMPLETIONS, json={"prompt": [5]}, headers={"X-data-parallel-rank": "0"})
     assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("found", [[array.array("i", [5]) * 130_000] * 100, array.array("i", [5]) * 10**6, "x" * 10**6])
+def test_millions_of_tokens_are_refused_without_a_loop_over_them(found):
+    """The event loop checks them; item by item it would stand still for seconds."""
+    rules = RequestRules(vocab_size=500, max_model_len=2**18, fingerprint="", page_size=64)
+    service, count = SimpleNamespace(require_ready=lambda: SimpleNamespace(rules=rules)), 0
+
+    def count_calls(frame, event, argument) -> None:
+        nonlocal count
+        count += 1
+
+    request = CompletionRequest(resume=Resume(found), stream=False)
+    prompts = [EncodedPrompt(array.array("i", [5]) * 1_100_000)]
+    sampling = SamplingParams(n=len(found) if isinstance(found, list) else 1, temperature=0)
+    sys.setprofile(count_calls)
+    try:
+        with pytest.raises(ApiError, match="resume"):
+            resumed_tokens(service, request, sampling, prompts)
+    finally:
+        sys.setprofile(None)
+    assert count < 5000

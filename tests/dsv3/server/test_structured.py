@@ -12,7 +12,7 @@ from dsv3.sampling_params import StructuredOutputsParams
 from dsv3.scheduler.request import RequestRules
 from dsv3.server import grammars
 from dsv3.server.grammars import GrammarPool
-from dsv3.server.worker_process import PoisonRequest, WorkerProcess
+from dsv3.server.worker_process import PoisonRequest, WorkerProcess, WorkerReply
 from dsv3.text.call_grammar import AnswerConstraints
 from dsv3.text.matcher import GrammarError, VocabularyError
 from tests.dsv3.server import fake_engine, serving
@@ -344,7 +344,28 @@ def test_results_are_cached_within_limits(model_dir, monkeypatch):
         assert await pool.compile(wanted("c"), RULES) == first[-1]
         assert len(pool._cache) == 2 and not workers()
         monkeypatch.setattr(grammars, "MAX_CACHED_CHARS", len(first[-1]))
-        assert await pool.compile(wanted("c"), RULES) == first[-1]
-        assert len(pool._cache) == 1 and not workers()
+        await pool.compile(wanted("d"), RULES)
+        assert len(pool._cache) == 1
 
     with_pool(work, model_dir / "tokenizer.json")
+
+
+def test_equal_grammars_are_compiled_once_though_their_first_client_has_gone(model_dir, monkeypatch):
+    """Else each line of a batch with a new schema, and each retry of a slow one, would take the worker's time again."""
+    calls = []
+
+    async def call(self, frame):
+        calls.append(frame)
+        await asyncio.sleep(0.01)
+        return WorkerReply("the grammar")
+
+    async def work(pool):
+        monkeypatch.setattr(WorkerProcess, "call", call)
+        tasks = [asyncio.create_task(pool.compile(wanted("a"), RULES)) for _ in range(9)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        return found[1:]
+
+    assert with_pool(work, model_dir / "tokenizer.json") == ["the grammar"] * 8
+    assert len(calls) == 1

@@ -1,16 +1,25 @@
 """Restarts of the engine: every stream resumes with the text that it would have had."""
 
+import asyncio
 import contextlib
 import dataclasses
+import errno
 import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import psutil
 import pytest
 
+from dsv3.config.options import EngineOptions
+from dsv3.processes.child import RestartPolicy
+from dsv3.server.engine.client import EngineClient
+from dsv3.server.engine.messages import Start
+from dsv3.server.engine.supervisor import EngineSupervisor
+from dsv3.server.http.api_server import _announce
 from tests.dsv3.engine.cluster import local
 from tests.dsv3.server import fake_engine, serving
 from tests.dsv3.server.test_resume import BODIES, COMPLETIONS, Collected, collect, events
@@ -229,3 +238,33 @@ def test_a_spare_process_replaces_an_engine_of_several_processes(model_dir, tmp_
         server.wait_for(lambda: (found := engine_of(server)) is not None and found.pid != first.pid)
         server.wait_ready()
         assert server.engine_process().pid == spare
+
+
+def test_an_engine_outlives_a_spare_process_that_cannot_be_started(monkeypatch, caplog):
+    """The client calls `on_ready` while it reads a frame, where an error would end the connection to the engine."""
+
+    def launch(self, imports=()):
+        if imports:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(EngineSupervisor, "_launch", launch)
+    start = Start("module:function", "model", EngineOptions(), SimpleNamespace(cluster_spare=True))
+    engine = EngineClient(max_num_queued_reqs=1)
+    EngineSupervisor(engine, start, RestartPolicy())
+    engine.on_ready()
+    assert "no spare process" in caplog.text
+
+
+@pytest.mark.parametrize(("state", "count"), [("ready", 2), ("restarting", 2), ("failed", 0)])
+def test_a_server_registers_though_its_engine_dies_before_the_last_api_server_is_up(state, count):
+    announced = []
+
+    async def announce() -> None:
+        settled = asyncio.Event()
+        settled.set()
+        service = SimpleNamespace(engine=SimpleNamespace(settled=settled, state=state))
+        registrar = SimpleNamespace(start=lambda: announced.append("routers"))
+        await _announce(service, SimpleNamespace(ready=lambda: asyncio.sleep(0)), registrar, announced.append)
+
+    asyncio.run(announce())
+    assert len(announced) == count

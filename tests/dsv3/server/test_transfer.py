@@ -1,5 +1,9 @@
 """Disaggregated prefill: vLLM's parameters over HTTP, and SGLang's."""
 
+import asyncio
+import json
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
@@ -8,6 +12,7 @@ from dsv3.scheduler.request import EngineRequest, RequestRules, prepare
 from dsv3.server.engine.messages import EngineInfo
 from dsv3.server.protocol.errors import ApiError
 from dsv3.server.protocol.openai import ChatRequest, CompletionRequest
+from dsv3.server.serving.generate import GenerateHandler
 from dsv3.server.serving.kv_transfer import parse_bootstrap, transfer_params
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -104,6 +109,17 @@ def test_the_decode_instance_gets_address_and_bootstrap_room():
     bootstrap = parse_bootstrap(completion(**HALF), info())
     assert [r.pages_from for r in bootstrap.with_rooms(prepared(1))] == [f"10.0.0.7:7001#{2**63 - 1}"]
     assert [r.bootstrap_room for r in bootstrap.with_rooms(prepared(1))] == [None]
+
+
+def test_sampling_parameters_name_no_host():
+    """A router clears `bootstrap_*` of a request, but not in its `sampling_params`."""
+
+    async def read_body(nbytes, work):
+        return work()
+
+    body = json.dumps({"token_ids": [5], "sampling_params": HALF | {"max_tokens": 3}}).encode()
+    request = asyncio.run(GenerateHandler(SimpleNamespace(read_body=read_body), body).read())
+    assert request.max_tokens == 3 and parse_bootstrap(request, info()) is None
 
 
 def test_the_prefill_instance_generates_one_token_and_gets_the_bootstrap_room():

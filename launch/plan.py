@@ -43,7 +43,7 @@ _MODEL = absl_flags.DEFINE_string(
 _SPECULATIVE = absl_flags.DEFINE_string(
     "speculative_config",
     None,
-    "Plan with drafts (method mtp); a JSON object as in launch.serve, in place of the deployment's.",
+    "Plan with drafts (method mtp or dspark); a JSON object as in launch.serve, in place of the deployment's.",
 )
 _ACCEPTANCE = absl_flags.DEFINE_list(
     "acceptance",

@@ -179,7 +179,7 @@ def served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:
     if wanted and not model_cfg.num_nextn_predict_layers:
         raise ValueError(
             "speculative_config: method 'mtp' needs a model with a multi-token prediction module, and this one has "
-            "none; choose 'ngram' or omit speculative_config"
+            f"none; {_methods_of(model_cfg)}"
         )
     if options.enable_return_routed_experts and not model_cfg.num_moe_layers:
         raise ValueError("enable_return_routed_experts: this model has no routed experts; omit the option")
@@ -194,7 +194,7 @@ def _check_block(model_cfg: ModelConfig, options: EngineOptions) -> None:
     if model_cfg.dspark is None:
         raise ValueError(
             "speculative_config: method 'dspark' needs a checkpoint with DSpark's stages, and this one has none; "
-            "choose 'mtp' or 'ngram', or omit speculative_config"
+            f"{_methods_of(model_cfg)}"
         )
     block = model_cfg.dspark.block_size
     if options.speculative is not None and options.speculative.most_drafts > block:
@@ -202,6 +202,12 @@ def _check_block(model_cfg: ModelConfig, options: EngineOptions) -> None:
             f"speculative_config: num_speculative_tokens {options.speculative.most_drafts} is more than the "
             f"{block} tokens of the model's blocks; lower it"
         )
+
+
+def _methods_of(model_cfg: ModelConfig) -> str:
+    """Returns what to do about a method of drafts that the model does not have."""
+    own = {"mtp": model_cfg.num_nextn_predict_layers > 0, "dspark": model_cfg.dspark is not None, "ngram": True}
+    return f"choose {' or '.join(repr(name) for name, has in own.items() if has)}, or omit speculative_config"
 
 
 def _functions(

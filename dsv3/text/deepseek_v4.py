@@ -63,13 +63,18 @@ _EFFORT = r"""
 {%- endmacro -%}
 """
 _MESSAGES = r"""
-{%- set ns = namespace(last=-1, keeps=false) -%}
+{%- set ns = namespace(last=-1, keeps=false, starts=[]) -%}
 {%- if tools -%}{%- set ns.keeps = true -%}{%- endif -%}
 {%- for message in messages -%}
   {%- if message.role in ('user', 'developer', 'tool') -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
   {%- if message.tools -%}{%- set ns.keeps = true -%}{%- endif -%}
 {%- endfor -%}
 {%- if thinks and not ns.keeps and ns.last > 0 -%}
+  {%- for message in messages[:ns.last] -%}
+    {%- if message.role == 'developer' -%}
+      {%- set ns.starts = ns.starts + [loop.index0 - ns.starts | length] -%}
+    {%- endif -%}
+  {%- endfor -%}
   {%- set earlier = messages[:ns.last] | rejectattr('role', 'equalto', 'developer') | list -%}
   {%- set messages = earlier + messages[ns.last:] -%}
   {%- set ns.last = earlier | length -%}
@@ -84,8 +89,8 @@ _MESSAGES = r"""
     {{- ('<｜User｜>' if message.role == 'developer' else '') ~ (message.content or '') -}}
     {{- appended(message.tools or (tools if loop.first), response_format if loop.first) -}}
   {%- elif message.role in ('user', 'tool') -%}
-    {%- set is_new = loop.first or loop.previtem.role not in ('user', 'tool') or loop.previtem.task -%}
-    {{- '<｜User｜>' if is_new else '\n\n' -}}
+    {%- set follows = not loop.first and loop.previtem.role in ('user', 'tool') and not loop.previtem.task -%}
+    {{- '\n\n' if follows and loop.index0 not in ns.starts else '<｜User｜>' -}}
     {{- message.content if message.role == 'user' else '<tool_result>' ~ message.content ~ '</tool_result>' -}}
   {%- elif message.role == 'latest_reminder' -%}
     {{- '<｜latest_reminder｜>' ~ message.content -}}

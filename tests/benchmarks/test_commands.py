@@ -122,6 +122,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("hostile", "--seconds 0.3 --only none", {}),
     ("kv_tiers", "--rounds 1 --values 4 --directory {tmp}", {"VALUE_BYTES": 2**16}),
     ("launches", "--save {tmp}/step.hlo", {"compiled_step": lambda: COMPILED_TEXT}),
+    ("needle", "--ratio 128 --tokens 300 --chunk 64", {}),
     ("parity", "--only deepseek_v4_plain greedy", {}),
     ("precision", "--tokens 16", {"MODULES": ("bisect",), "SETTINGS": (("float32", "float32"),)}),
     ("routers", "--requests 2 --clients 0", {}),

@@ -110,8 +110,11 @@ def test_a_served_model_has_the_layers_that_draft_and_no_others() -> None:
         options = dataclasses.replace(SMALL, speculative_config={"method": method})
         assert build.served(cfg, options) == cfg
         assert build.served(cfg, SMALL).num_draft_layers == 0
-    for method, cfg, message in (("dspark", module, "DSpark's stages"), ("mtp", stages, "multi-token prediction")):
-        with pytest.raises(ValueError, match=f"method '{method}' needs a .*{message}"):
+    for method, cfg, message, own in (
+        ("dspark", module, "DSpark's stages", "mtp"),
+        ("mtp", stages, "multi-token prediction", "dspark"),
+    ):
+        with pytest.raises(ValueError, match=f"method '{method}' needs a .*{message}.*choose '{own}' or 'ngram', or"):
             build.served(cfg, dataclasses.replace(SMALL, speculative_config={"method": method}))
     more = {"method": "dspark", "num_speculative_tokens": 6}
     with pytest.raises(ValueError, match="num_speculative_tokens 6 is more than the 5 tokens of the model's blocks"):

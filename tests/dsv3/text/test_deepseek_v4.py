@@ -197,6 +197,9 @@ def test_reminders_and_developers(rendered):
     chat = [developer, answer(), developer]
     assert rendered(*chat) == f"{BOS}<｜User｜>Do.{ASKED}Hello!{EOS}<｜User｜>Do.{ASKED}"
     assert rendered(*chat, reasoning_effort="low") == f"{BOS}Hello!{EOS}<｜User｜>Do.{THINKING}"
+    chat = [USER, developer, developer, USER, USER, answer(), USER]  # users do not share a turn across a developer
+    head = f"{BOS}<｜User｜>Hi<｜User｜>Hi\n\nHi{ASKED}Hello!{EOS}<｜User｜>Hi"
+    assert rendered(*chat, reasoning_effort="low") == head + THINKING
     with pytest.raises(TemplateError, match="unknown role robot"):
         rendered({"role": "robot", "content": "x"})
 

@@ -150,7 +150,8 @@ exec cp "$made" "$output"
 def _spare_ptxas() -> None:
     """Assembles an empty module in place of XLA's kernels where a program is compiled to be read only.
 
-    That was a third of the time. Our own kernels, and programs whose resources are tested, get ptxas itself.
+    That was a third of the time, and LLVM's optimisations of what is thrown away were another fifth. Our own kernels,
+    and programs whose resources are tested, get ptxas itself, and all optimisations.
     """
     nvidia = importlib.util.find_spec("nvidia")
     roots = nvidia.submodule_search_locations if nvidia else None
@@ -167,4 +168,8 @@ def _spare_ptxas() -> None:
     script.unlink()
     script.write_text(_PTXAS.format(ptxas=ptxas, folder=folder))
     script.chmod(0o755)
-    aot._UNTUNED = aot._UNTUNED | {"xla_gpu_cuda_data_dir": str(folder)}
+    aot._UNTUNED = aot._UNTUNED | {
+        "xla_gpu_cuda_data_dir": str(folder),
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    }

@@ -32,8 +32,12 @@ from tests.dsv3.model.deepseek_v4 import model, with_module, with_stages
 from tests.dsv3.model.golden import DIRECTORY
 
 MEMBER = "deepseek_v4"
-LAYERS = (1,)
-"""The layer before drafters, of the sparse ratio. `test_deepseek_v4_steps` has rejected drafts with all ratios."""
+LAYERS = (2,)
+"""The layer before drafters, of the heavy ratio.
+
+`test_context_parallel` has an engine's drafts behind the sparse ratio too, `test_deepseek_v4_steps` rejected ones with
+all ratios, and `test_deepseek_v4_experts` blocks behind the sparse one.
+"""
 LIMITS = {"max_model_len": 512, "num_pages": 16, "max_num_seqs": 4, "max_num_batched_tokens": 300}
 
 

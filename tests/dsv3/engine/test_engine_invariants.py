@@ -6,6 +6,7 @@ No page is lost, none has two writers, every text is correct, and no request wai
 import contextlib
 import dataclasses
 
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
@@ -346,15 +347,15 @@ def test_offloading_changes_no_text_and_loses_no_page(make_engine, monkeypatch):
 def make_drafting():
     """Makes engines that share programs; steps of more requests take fewer drafts, down to none; a fourth is wrong.
 
-    Programs are compiled at their first use: not all of them are.
+    Programs are compiled at their first use: not all of them are. Most are those of `test_draft`.
     """
-    given = {"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 2, 1], [3, 4, 0]]}
-    limits = LIMITS | {"num_pages": 8, "speculative_config": given, "tokens_per_row": 4, "max_num_batched_tokens": 64}
-    model, functions, programs = toy.toy_config(num_nextn_predict_layers=1), toy.drafting(4), []
+    given = {"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 1, 2], [2, 2, 1], [3, 4, 0]]}
+    limits = LIMITS | {"speculative_config": given, "tokens_per_row": 3, "max_num_batched_tokens": 64}
+    model, functions, programs = toy.toy_config(num_nextn_predict_layers=1), toy.drafting(None), []
 
     def make(**changes) -> Engine:
         cfg = EngineConfig(**(limits | changes))
-        engine = Engine(EngineComponents.on_devices(functions, toy.PARAMS, model, cfg))
+        engine = Engine(EngineComponents.on_devices(functions, jnp.int32(4), model, cfg))
         if programs:
             engine.executor.devices.programs = programs[0]
         programs[:] = [engine.executor.devices.programs]

@@ -22,7 +22,7 @@ from tests.dsv3.engine.fewer import one_bucket
 PROMPT = [(11 * i) % 60 + 1 for i in range(150)]
 MORE = {"kv_offloading_size": 1e-3}
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 2}
-LOOKUP = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -50,13 +50,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[Key]]:
 
 
 def drafting(**options: Any) -> EngineComponents:
-    cfg = EngineConfig(
-        **(conftest.LIMITS | {"tokens_per_row": 1 + options["num_speculative_tokens"], "speculative_config": options})
-    )
+    """The toy with drafts, whose programs are those of `test_draft` and `test_draft_lookup`."""
+    limits = {"tokens_per_row": 1 + options["num_speculative_tokens"], "max_num_batched_tokens": 64}
+    cfg = EngineConfig(**(conftest.LIMITS | limits | {"speculative_config": options}))
     if options["method"] == "ngram":
         return EngineComponents.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), cfg)
     model = toy.toy_config(num_nextn_predict_layers=1)
-    return EngineComponents.on_devices(toy.drafting(4), toy.PARAMS, model, cfg)
+    return EngineComponents.on_devices(toy.drafting(None), jax.numpy.int32(4), model, cfg)
 
 
 def with_experts() -> EngineComponents:

@@ -208,8 +208,8 @@ def test_steps_that_overflow_are_repeated(make: MakeEngine) -> None:
 
 
 def test_drafts_that_are_rejected_leave_the_window_as_it_was(make: MakeEngine) -> None:
-    given = {"method": "ngram", "num_speculative_tokens": 3}
-    limits = LIMITS | {"speculative_config": given, "tokens_per_row": 4, "num_ranks": 1}
+    given = {"method": "ngram", "num_speculative_tokens": 2}
+    limits = LIMITS | {"speculative_config": given, "tokens_per_row": 3, "num_ranks": 1}
     with fewer.one_bucket(), fewer.greedy_samplers():
         engine = Engine(windowed.parts(**limits))
         engine.warm_up()

@@ -23,7 +23,7 @@ Question = Literal["far", "near"]
 WIDTH, SYMBOLS, HEADS, PLAIN, ROTATED, KEY = 64, 32, 4, 32, 64, 72
 QUESTIONS: dict[Question, int] = {"far": SYMBOLS, "near": SYMBOLS + 1}
 UNKNOWN, FILLERS = SYMBOLS + 2, np.arange(SYMBOLS + 3, WIDTH)
-WINDOW, ASKED, LENGTH = 128, 1199, 1280
+WINDOW, ASKED, LENGTH = 128, 943, 1024
 """The question's position, in the middle of a window of 128; all windows of the sequence are whole."""
 NEEDLE, DECOY = 5, 13
 PLACES: dict[int, int] = {4: 102, 128: 198}

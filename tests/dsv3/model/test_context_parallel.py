@@ -23,6 +23,7 @@ from tests.dsv3.model.golden import model
 HEADS, R, P = 4, 32, 16
 SCALE = {"scale": 0.3, "value_width": R}
 WHOLE, BY_HEAD = PartitionSpec(), PartitionSpec(None, OF_RANK)
+_pack = jax.jit(lambda rows: mla.fp8_pages_of_rows(mla.pack_fp8(rows, R), R))
 sizes = pytest.mark.parametrize("size", [2, 4])
 
 
@@ -48,10 +49,11 @@ def test_attention_is_that_to_whole_pages(size: int, dtype: Any) -> None:
     compute = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     table = rng.permutation(20).reshape(10, 2).astype(np.int32)
     rows = rng.normal(size=(20 * size, PAGE_SIZE, R + P)).astype(np.float32)
-    pages = mla.fp8_pages_of_rows(mla.pack_fp8(rows, R), R) if dtype == jnp.uint8 else rows.astype(dtype)
+    pages = _pack(rows) if dtype == jnp.uint8 else rows.astype(dtype)
     q = jnp.asarray(rng.normal(size=(10, HEADS, R + P)), compute)
     by_kernel_page = (table[:, :, None] * size + np.arange(size)).reshape(10, -1).astype(np.int32)
-    wanted = mla.mla_decode(q[:, None], pages, by_kernel_page, lengths, pages_per_layer=len(pages), **SCALE)
+    attend = jax.jit(functools.partial(mla.mla_decode, pages_per_layer=len(pages), **SCALE))
+    wanted = attend(q[:, None], pages, by_kernel_page, lengths)
     shards = ContextShards.of(config(size))
 
     def body(q: jax.Array, pages: jax.Array, table: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -138,9 +140,10 @@ def test_a_payload_is_a_page_with_its_tokens_in_order(size: int, member: str) ->
         functools.partial(scatter_pages, groups, context_shards=size), size, (divided, WHOLE, WHOLE), (divided, WHOLE)
     )
     values = out(arrays, pages)
-    np.testing.assert_array_equal(values, gather_pages(groups, arrays, pages))
-    back, _ = into(jax.tree.map(jnp.zeros_like, arrays), pages, values)
-    wanted, _ = scatter_pages(groups, jax.tree.map(jnp.zeros_like, arrays), pages, values)
+    gather, scatter = (jax.jit(functools.partial(body, groups)) for body in (gather_pages, scatter_pages))
+    np.testing.assert_array_equal(values, gather(arrays, pages))
+    back, _ = into(jax.tree.map(np.zeros_like, arrays), pages, values)
+    wanted, _ = scatter(jax.tree.map(np.zeros_like, arrays), pages, values)
     jax.tree.map(np.testing.assert_array_equal, back, wanted)
 
 

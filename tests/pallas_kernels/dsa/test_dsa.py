@@ -16,6 +16,8 @@ WIDTHS = {"value_width": 32, "scale": 0.3}
 HEADS, KEY = 3, 16
 _select = jax.jit(dsa.select_topk, static_argnames="topk")
 _score = jax.jit(dsa.index_scores)
+_pack = jax.jit(lambda rows: mla.fp8_pages_of_rows(mla.pack_fp8(rows, 32), 32))
+_keys_of_pages, _queries_for = jax.jit(keys_of_pages, static_argnums=(2, 3)), jax.jit(queries_for)
 _write = jax.jit(dsa.write_keys, static_argnames=("layer", "pages_per_layer"))
 
 
@@ -57,11 +59,11 @@ def test_scores_are_those_of_the_formula(dtype, tolerance) -> None:
 def test_fp8_keys_are_rotated_and_no_product_changes() -> None:
     case = latents()
     q, _, keys, pool = indexer(case, jnp.uint8)
-    kept = keys_of_pages(pool, case.layer * case.pages_per_layer + case.page_table[0], KEY, jnp.float32)
-    turned = kept.reshape(-1, KEY)[: LENGTHS[0]]
+    ids = case.layer * case.pages_per_layer + np.asarray(case.page_table[0])
+    turned = np.asarray(_keys_of_pages(pool, ids, KEY, jnp.float32)).reshape(-1, KEY)[: LENGTHS[0]]
     plain = np.asarray(keys[0, : LENGTHS[0]])
     assert np.abs(turned - plain).max() > 1, "rotated keys differ"
-    products, wanted = np.asarray(turned @ queries_for(pool, q)[0].T), plain @ np.asarray(q)[0].T
+    products, wanted = turned @ np.asarray(_queries_for(pool, q))[0].T, plain @ np.asarray(q)[0].T
     assert np.abs(products - wanted).max() < 0.1 * np.abs(wanted).max()
     assert pool.shape[2] == KEY + 4 and dsa.key_row(128, None) == (132, np.uint8)
 
@@ -89,7 +91,7 @@ def test_attention_to_all_tokens_has_the_bits_of_decode(fp8: bool) -> None:
     case = latents()
     pages = case.pages
     if fp8:
-        pages = mla.fp8_pages_of_rows(mla.pack_fp8(jnp.nan_to_num(pages), 32), 32)
+        pages = _pack(np.nan_to_num(pages))
     M, K = len(LENGTHS), 192
     first = case.layer * case.pages_per_layer
     where = dict(layer=case.layer, pages_per_layer=case.pages_per_layer)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,6 +13,9 @@ SCALE = 0.1352338
 T, KEYS, H, CASES = 150, 384, 1, 20
 UNUSED_KEYS = 128  # keys after all spans
 REQUESTS = ((0, 61, 40), (128, 111, 90))  # first key, keys of its first query, queries; 20 rows of padding follow
+
+
+_bitmask = jax.jit(mla.topk_bitmask, static_argnums=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +37,7 @@ def topk_case(*, dtype) -> TopkCase:
             topk[t] = first + rng.permutation(sees)[:CASES]
             t, sees = t + 1, sees + 1
     arrays["q"][t:] = np.nan
-    bits = mla.topk_bitmask(jnp.asarray(topk), jnp.asarray(topk < KEYS), KEYS)
+    bits = _bitmask(topk, topk < KEYS, KEYS)
     arguments = {name: jnp.asarray(x) for name, x in arrays.items()}
     arguments |= {"bits": bits, "starts": jnp.asarray(starts), "ends": jnp.asarray(ends)}
     return TopkCase(arguments, _result(arrays, topk, t))
@@ -65,6 +69,6 @@ def spans_case(*, dtype) -> TopkCase:
         if end:
             expected[t] = _result_of(arrays, t, np.arange(start, end))
     for name in ("k", "shared_key", "v"):
-        behind = jnp.full((UNUSED_KEYS, *arguments[name].shape[1:]), jnp.nan, dtype)
-        arguments[name] = jnp.concatenate([arguments[name], behind])
+        behind = np.full((UNUSED_KEYS, *arrays[name].shape[1:]), np.nan, arrays[name].dtype)
+        arguments[name] = jnp.asarray(np.concatenate([arrays[name], behind]))
     return TopkCase(arguments, expected)

@@ -68,13 +68,16 @@ def test_new_tokens_see_those_before_them_in_their_chunk(dtype, H, widths, count
     """Padding is NaN; keys have a shared part, or none."""
     T, rng = sum(counts) + 3, np.random.default_rng(0)
     N, P, V = widths
-    q, k, v = (jnp.asarray(rng.standard_normal((T, H, width)) / 10, dtype) for width in (N + P, N, V))
-    shared = jnp.asarray(rng.standard_normal((T, P)) / 10, dtype)
-    q, k, v, shared = (x.at[sum(counts) :].set(jnp.nan) for x in (q, k, v, shared))
-    whole = jnp.concatenate([k, jnp.broadcast_to(shared[:, None], (T, H, P))], axis=-1)
+    shapes = *((T, H, width) for width in (N + P, N, V)), (T, P)
+    q, k, v, shared = (rng.standard_normal(shape) / 10 for shape in shapes)
+    for array in (q, k, v, shared):
+        array[sum(counts) :] = np.nan
+    whole = np.concatenate([k, np.broadcast_to(shared[:, None], (T, H, P))], axis=-1)
+    q, k, v, shared, whole = (jnp.asarray(array, dtype) for array in (q, k, v, shared, whole))
     expected = cases.prefill_oracle(q, whole, v, counts, SCALE)
     for keys in ({"k": k, "shared_key": shared}, {"k": whole}):
-        out, lse = mla_prefill(q, v=v, cu_lengths=ends_of(counts), scale=SCALE, backend=Backend.NATIVE, **keys)
+        run = jax.jit(functools.partial(mla_prefill, scale=SCALE, backend=Backend.NATIVE))
+        out, lse = run(q, v=v, cu_lengths=ends_of(counts), **keys)
         assert out.dtype == dtype
         cases.assert_close(out, lse, *expected, dtype=dtype)
 
@@ -86,8 +89,10 @@ def test_new_tokens_see_those_before_them_in_their_chunk(dtype, H, widths, count
 )
 def test_new_tokens_see_the_cached_ones_of_their_request(dtype, H, R, counts, contexts):
     case = cases.decode_case(contexts, H=1, R=R, P=16, dtype=dtype, table_width=4)
-    q = jnp.asarray(np.random.default_rng(1).standard_normal((sum(counts) + 2, H, R + 16)) / 10, dtype)
-    q = q.at[sum(counts) :].set(jnp.nan)  # padding
+    q = np.random.default_rng(1).standard_normal((sum(counts) + 2, H, R + 16)) / 10
+    q[sum(counts) :] = np.nan  # padding
+    q = jnp.asarray(q, dtype)
     where = {"layer": case.layer, "pages_per_layer": case.pages_per_layer, "value_width": R, "backend": Backend.NATIVE}
-    out, lse = mla_prefill_context(q, case.pages, case.page_table, case.lengths, ends_of(counts), scale=SCALE, **where)
+    run = jax.jit(functools.partial(mla_prefill_context, scale=SCALE, **where))
+    out, lse = run(q, case.pages, case.page_table, case.lengths, ends_of(counts))
     cases.assert_close(out, lse, *cases.context_oracle(q, case, counts, SCALE, R), dtype=dtype)

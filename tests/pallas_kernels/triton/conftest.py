@@ -9,8 +9,9 @@ from pallas_kernels.triton import call
 from tests.pallas_kernels.triton.interpreter import Interpreter
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def interpreter():
+    """One for all files: a process takes a second to import Triton."""
     process = Interpreter()
     yield process
     process.close()

@@ -19,7 +19,7 @@ def test_rows_are_where_the_reference_has_them(rows: int, groups: int, tile_m: i
     """Some rows have no group, some groups no rows, and in one case the rows are more than the capacity."""
     ids = jnp.asarray(np.random.default_rng(rows).integers(-2, groups + 1, rows) // 2 * 2, jnp.int32)
     found, wanted = (
-        align_groups(ids, groups, tile_m, max_rows=most, backend=backend)
+        jax.jit(lambda ids, backend=backend: align_groups(ids, groups, tile_m, max_rows=most, backend=backend))(ids)
         for backend in (Backend.TRITON, Backend.REFERENCE)
     )
     for name, mine, reference in zip(found._fields, found, wanted, strict=True):

@@ -34,7 +34,8 @@ def where(case):
 
 
 def decode(case):
-    return mla_decode(case.q, case.pages, case.page_table, case.lengths, scale=SCALE, **where(case))
+    run = jax.jit(functools.partial(mla_decode, scale=SCALE, **where(case)))
+    return run(case.q, case.pages, case.page_table, case.lengths)
 
 
 def check(case):
@@ -83,10 +84,11 @@ def test_fp8_pages():
 @pytest.mark.parametrize(("H", "R", "counts", "contexts"), [(16, 512, (3, 2, 0), (70, 0, 64)), (64, 256, (1,), (65,))])
 def test_context_of_new_tokens(H, R, counts, contexts):
     case = cases.decode_case(contexts, H=1, R=R)
-    q = jnp.asarray(np.random.default_rng(1).standard_normal((sum(counts) + 2, H, R + 64)) / 10, jnp.bfloat16)
-    q = q.at[sum(counts) :].set(jnp.nan)  # padding
-    ends = jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32)
-    out, lse = mla_prefill_context(q, case.pages, case.page_table, case.lengths, ends, scale=SCALE, **where(case))
+    q = np.random.default_rng(1).standard_normal((sum(counts) + 2, H, R + 64)) / 10
+    q[sum(counts) :] = np.nan  # padding
+    q, ends = jnp.asarray(q, jnp.bfloat16), jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32)
+    run = jax.jit(functools.partial(mla_prefill_context, scale=SCALE, **where(case)))
+    out, lse = run(q, case.pages, case.page_table, case.lengths, ends)
     cases.assert_close(out, lse, *cases.context_oracle(q, case, counts, SCALE, R), dtype=jnp.bfloat16)
 
 
@@ -97,10 +99,12 @@ def test_context_of_new_tokens(H, R, counts, contexts):
 )
 def test_prefill(widths, lengths):
     T, H, rng = sum(lengths) + 5, 2, np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((T, H, w)) / 10, jnp.bfloat16) for w in (widths[0], *widths))
-    q, k, v = (x.at[sum(lengths) :].set(jnp.nan) for x in (q, k, v))
+    arrays = [rng.standard_normal((T, H, w)) / 10 for w in (widths[0], *widths)]
+    for array in arrays:
+        array[sum(lengths) :] = np.nan
+    q, k, v = (jnp.asarray(array, jnp.bfloat16) for array in arrays)
     ends = jnp.asarray(np.concatenate([[0], np.cumsum(lengths)]), jnp.int32)
-    out, lse = mla_prefill(q, k, v, ends, scale=SCALE, backend=TRITON)
+    out, lse = jax.jit(functools.partial(mla_prefill, scale=SCALE, backend=TRITON))(q, k, v, ends)
     cases.assert_close(out, lse, *cases.prefill_oracle(q, k, v, lengths, SCALE), dtype=jnp.bfloat16)
 
 

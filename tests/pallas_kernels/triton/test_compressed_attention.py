@@ -1,6 +1,7 @@
 """Compressed attention, in jax.numpy and in Triton's interpreter, against float64: NaN wherever nothing may be read."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 REFERENCE, TRITON = Backend.REFERENCE, Backend.TRITON
 WINDOW, ENTRIES, PAGES, ROTATED = 20, 70, 6, 64
 NOWHERE = np.iinfo(np.int32)
+_encode_rows = jax.jit(encode_rows, static_argnums=(1, 2))
+_decode_rows = jax.jit(decode_rows, static_argnums=(1, 2, 3))
 COUNTS = ((0, 0), (1, 0), (20, 0), (20, 70), (7, 33), (16, 12), (20, 1), (0, 5))
 
 
@@ -34,9 +37,8 @@ class Lists:
         window, entries = (RowList(r.array, r.numbers[queries], r.counts[queries]) for r in (self.window, self.entries))
         how = {"scale": 0.1, "plain": self.q.shape[-1] - ROTATED, "layer": 1, "backend": backend}
         q = self.q[queries]
-        return np.asarray(
-            attend_compressed(q, self.sink, self.own, window, entries if with_entries else None, **how), np.float32
-        )
+        attend = jax.jit(functools.partial(attend_compressed, **how))
+        return np.asarray(attend(q, self.sink, self.own, window, entries if with_entries else None), np.float32)
 
     def expected(self) -> np.ndarray:
         q, sink = np.asarray(self.q, np.float64), np.asarray(self.sink[1], np.float64)
@@ -54,8 +56,8 @@ def lists(counts=COUNTS, *, heads: int = 3, d: int = 128, fp8: bool = False, dty
     kept, decoded = {}, {}
     for name, (pages, rows) in arrays.items():
         values = jnp.asarray(rng.standard_normal((pages * rows, d)), dtype)
-        kept[name] = encode_rows(values, plain, jnp.uint8 if fp8 else dtype)
-        decoded[name] = np.asarray(decode_rows(kept[name], plain, d, jnp.float32), np.float64)
+        kept[name] = _encode_rows(values, plain, jnp.uint8 if fp8 else dtype)
+        decoded[name] = np.asarray(_decode_rows(kept[name], plain, d, jnp.float32), np.float64)
     numbers = {
         "window": rng.choice([NOWHERE.min, NOWHERE.max], (len(counts), WINDOW)),
         "entries": rng.choice([NOWHERE.min, NOWHERE.max], (len(counts), ENTRIES)),
@@ -78,13 +80,13 @@ def lists(counts=COUNTS, *, heads: int = 3, d: int = 128, fp8: bool = False, dty
     for name, rows in kept.items():
         unread = np.ones(len(rows), bool)
         unread[sorted(used[name])] = False
-        kept[name] = jnp.where(unread[:, None], jnp.asarray(255 if fp8 else np.nan, rows.dtype), rows)
+        kept[name] = np.where(unread[:, None], np.asarray(255 if fp8 else np.nan, rows.dtype), np.asarray(rows))
         assert unread.any()
     q = rng.standard_normal((len(counts), heads, d))
     q[3 % len(counts)] = 0  # all scores are equal
     made = [
         RowList(
-            kept[name].reshape(*arrays[name], -1),
+            jnp.asarray(kept[name].reshape(*arrays[name], -1)),
             jnp.asarray(numbers[name], jnp.int32),
             jnp.asarray([count[i] for count in counts], jnp.int32),
         )
@@ -93,7 +95,7 @@ def lists(counts=COUNTS, *, heads: int = 3, d: int = 128, fp8: bool = False, dty
     return Lists(
         jnp.asarray(q, dtype),
         jnp.asarray([[np.nan] * heads, rng.normal(size=heads)], jnp.float32),
-        kept["own"],
+        jnp.asarray(kept["own"]),
         *made,
         values,
     )
@@ -117,9 +119,8 @@ def test_every_list_has_the_result_of_float64(backend, dtype, fp8, share, monkey
 def test_a_part_has_no_sink_and_its_log_sum_exp(backend, share, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressed, "SHARE", share)
     case = lists()
-    out, lse = attend_part(
-        case.q, case.own, case.window, case.entries, scale=0.1, plain=case.q.shape[-1] - ROTATED, backend=backend
-    )
+    part = functools.partial(attend_part, scale=0.1, plain=case.q.shape[-1] - ROTATED, backend=backend)
+    out, lse = jax.jit(part)(case.q, case.own, case.window, case.entries)
     assert not out[0].any() and np.isposinf(lse[0]).all(), "a query without rows"
     with_sink = np.asarray(out, np.float32) * np.asarray(jax.nn.sigmoid(lse - case.sink[1]))[..., None]
     np.testing.assert_allclose(with_sink, case.expected(), atol=0.02)

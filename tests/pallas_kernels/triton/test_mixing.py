@@ -36,7 +36,8 @@ def test_what_is_read_is_the_references(tokens: int, n: int, width: int, iterati
     weight[1] *= 3 * (n * width) ** -0.5
     weight[::2] = norm[::2] = np.nan
     how = HOW | {"iterations": iterations}
-    found, wanted = (read_streams(streams, weight, base, scale, norm, 1, **how, backend=backend) for backend in BOTH)
+    arrays = streams, weight, base, scale, norm
+    found, wanted = (jax.jit(lambda *a, b=b: read_streams(*a, 1, **how, backend=b))(*arrays) for b in BOTH)
     for mine, reference in zip(found[:3], wanted[:3], strict=True):
         np.testing.assert_allclose(mine, reference, rtol=1e-4, atol=1e-5)
 
@@ -66,7 +67,7 @@ def test_what_is_written_is_the_references(tokens: int, n: int, width: int, part
     )
     rounded = [jnp.asarray(a, dtype) for a in (streams, *results)]
     arrays = rounded[0], post, between, *rounded[1:]
-    found, wanted = (write_streams(*arrays, backend=backend) for backend in BOTH)
+    found, wanted = (jax.jit(functools.partial(write_streams, backend=backend))(*arrays) for backend in BOTH)
     assert found.dtype == dtype
     error = {"rtol": 1e-5, "atol": 1e-5} if dtype == jnp.float32 else {"rtol": 2**-7, "atol": 1e-5}
     np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), **error)
@@ -82,7 +83,7 @@ def test_the_gradient_is_the_references() -> None:
             out = write_streams(streams, read.post, read.between, read.normed, backend=backend)
             return jnp.sin(out).sum()
 
-        return jax.grad(loss, (0, 1))(streams, weight * 0.2)
+        return jax.jit(jax.grad(loss, (0, 1)))(streams, weight * np.float32(0.2))
 
     for mine, reference in zip(*map(gradient, BOTH), strict=True):
         np.testing.assert_allclose(mine, reference, rtol=1e-3, atol=1e-4)

@@ -19,7 +19,8 @@ def test_rows_are_where_the_reference_has_them(rows: int, peers: int, capacity: 
     """Some ids need no peer, some rows one peer several times, and some queues are too long."""
     ids = jnp.asarray(np.random.default_rng(rows).integers(-3, 2 * peers, (rows, 3)), jnp.int32)
     found, wanted = (
-        queue_rows(ids, peers, 2, capacity, backend=backend) for backend in (Backend.TRITON, Backend.REFERENCE)
+        jax.jit(lambda ids, backend=backend: queue_rows(ids, peers, 2, capacity, backend=backend))(ids)
+        for backend in (Backend.TRITON, Backend.REFERENCE)
     )
     for name, mine, reference in zip(found._fields, found, wanted, strict=True):
         np.testing.assert_array_equal(mine, reference, err_msg=name)

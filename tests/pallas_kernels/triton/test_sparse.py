@@ -25,6 +25,9 @@ from tests.pallas_kernels.mla.cases import PAGE, UNUSED_PAGE, decode_case
 pytestmark = pytest.mark.usefixtures("interpreted")
 TRITON, ROWS, N = Backend.TRITON, 6, 192
 SPECIAL = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, 1e-45, -1e-45, 3.4e38, np.nextafter(np.float32(1), 2)]
+_pack = jax.jit(lambda rows: mla.fp8_pages_of_rows(mla.pack_fp8(rows, 32), 32))
+_copied = jax.jit(attend._copied, static_argnums=(3, 4))
+_rows_of_pages = jax.jit(fp8_rows_of_pages, static_argnums=1)
 _write = jax.jit(functools.partial(write_keys, layer=0, pages_per_layer=20))
 _read = jax.jit(keys_of_pages, static_argnames=("width", "dtype"))
 SCORES = st.one_of(
@@ -65,15 +68,15 @@ def test_copies_have_the_bits_of_the_topk_rows(fp8: bool) -> None:
     case, rng = decode_case([150, 0, 64, 7], H=4, R=32, P=16, dtype=jnp.float32), np.random.default_rng(1)
     pages = case.pages
     if fp8:
-        pages = mla.fp8_pages_of_rows(mla.pack_fp8(jnp.nan_to_num(pages), 32), 32)
+        pages = _pack(np.nan_to_num(pages))
     positions, counts = np.full((4, 2 * PAGE), 10**6, np.int32), np.minimum(case.lengths, 100).astype(np.int32)
     for row, count in enumerate(counts):
         positions[row, :count] = np.sort(rng.permutation(int(case.lengths[row]))[:count])
     given = pages, case.page_table, jnp.asarray(positions), jnp.asarray(counts)
     first = case.layer * case.pages_per_layer
     ours = attend.copy_rows(*given, first, 32, TRITON)
-    theirs = attend._copied(*given[:3], first, 32)
-    rows = [fp8_rows_of_pages(each, 32) if fp8 else each for each in (ours, theirs)]
+    theirs = _copied(*given[:3], first, 32)
+    rows = [_rows_of_pages(each, 32) if fp8 else each for each in (ours, theirs)]
     ours, theirs = (np.asarray(each).reshape(4, 2 * PAGE, -1) for each in rows)
     for row, count in enumerate(counts):
         np.testing.assert_array_equal(ours[row, :count], theirs[row, :count])
@@ -148,7 +151,7 @@ def test_sparse_attention_uses_the_kernels() -> None:
             case.q[:, 0], case.pages, case.page_table, picked, counts, backend=backend, **where
         )[0]
 
-    ours, theirs = attended(TRITON), attended(Backend.REFERENCE)
+    ours, theirs = (jax.jit(functools.partial(attended, backend))() for backend in (TRITON, Backend.REFERENCE))
     np.testing.assert_array_equal(ours[0], theirs[0])
     np.testing.assert_allclose(*(np.asarray(each[1], np.float32) for each in (ours, theirs)), atol=0.02)
 

@@ -13,7 +13,7 @@ import pytest
 LIMITS = "max_num_seqs=1, max_model_len=256, max_num_batched_tokens=64"
 SMALLER = {
     "LLM()": f"LLM({LIMITS})",
-    "LLM(dtype": "LLM(max_num_seqs=8, max_model_len=64, max_num_batched_tokens=64, dtype",
+    "LLM(dtype": "LLM(max_num_seqs=8, decode_batch_sizes='8', max_model_len=64, max_num_batched_tokens=64, dtype",
     "STEPS = 20": "STEPS = 2",
     "llm.engine.model_cfg, max_tokens=24": "llm.engine.model_cfg, group_size=8, max_tokens=12",
     "n=32": "n=16",

@@ -98,12 +98,21 @@ CHOSEN = (
     ("prefill_batch_sizes", "64", "32,64", 1.1),
     ("product on a CPU 1 x 2 x 3 x float32 x alone", "C++", "XLA", 2),
 )
+
+
+def checkpoint_case(case: str, directory: Path) -> dict[str, float]:
+    """Measures in this process what would import jax in another; one case has the process that the command gives it."""
+    return in_fresh_process(case, directory) if "raw" in case else checkpoint.run_case(case, directory)
+
+
+in_fresh_process = checkpoint.in_fresh_process
 COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     (
         "checkpoint",
         "--size_gb=0.02 --rounds=1 --directory={tmp}",
         {
             "CASES": dict.fromkeys(("raw bf16", "hf bf16", "update bf16"), "bf16"),
+            "in_fresh_process": checkpoint_case,
             "SIZES": checkpoint.SIZES | {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256},
         },
     ),
@@ -126,11 +135,22 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("parity", "--only deepseek_v4_plain greedy", {}),
     ("precision", "--tokens 16", {"MODULES": ("bisect",), "SETTINGS": (("float32", "float32"),)}),
     ("routers", "--requests 2 --clients 0", {}),
-    ("speculative", "--drafts 1 --rounds 1 --tokens 4", {"SIZES": (1,), "LIMITS": ONE_ROW, "SAMPLING": GREEDY}),
+    (
+        "speculative",
+        "--drafts 1 --rounds 1 --tokens 4",
+        {"SIZES": (1,), "LIMITS": ONE_ROW, "SAMPLING": GREEDY, "PROMPT": 32},
+    ),
     (
         "speculative",
         "--method dspark --synthetic 0.8 --drafts 1 --rounds 1 --tokens 4",
-        {"SIZES": (1,), "LIMITS": ONE_ROW, "SAMPLING": GREEDY, "SMALL_V4": ONE_LAYER, "initialize": zeros},
+        {
+            "SIZES": (1,),
+            "LIMITS": ONE_ROW,
+            "SAMPLING": GREEDY,
+            "PROMPT": 32,
+            "SMALL_V4": ONE_LAYER,
+            "initialize": zeros,
+        },
     ),
     (
         "structured",

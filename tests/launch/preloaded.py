@@ -15,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 POSITIONAL = {"plan": "DEPLOYMENT"}  # as the command itself says it to `flags.run`
+LATER = {"plan": ("tools.plan.report", "tools.plan.uncompiled_report", "training.pipeline.simulator")}
+"""What a command imports once its arguments are right: jax, which takes a second each time."""
 
 
 @functools.cache
@@ -36,6 +38,8 @@ def _ended(command: str, arguments: list[str]) -> tuple[int, str, str]:
     from launch import flags
 
     main = importlib.import_module(f"launch.{command}").main
+    for module in LATER.get(command, ()):
+        importlib.import_module(module)
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         if not (pid := os.fork()):
             os.dup2(output.fileno(), 1)

@@ -10,7 +10,7 @@ from tests.launch import preloaded
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "launch.plan", *arguments], capture_output=True, text=True)
+    return preloaded.run(*arguments, command="plan")
 
 
 @pytest.mark.aot
@@ -46,10 +46,18 @@ def test_one_node_of_80_gb_is_refused(tmp_path) -> None:
             ("v4_flash_4xh200", "--model=deepseek_v4_flash", "--prefill=node_8xh200"),
             "--prefill needs compiled programs; plans of deepseek_v4_flash are made from shapes",
         ),
+        (("fleet",), "fleet needs --traffic=day6"),
+        (("fleet", "--traffic=day7"), "value should be one of <day6>"),
+        (("fleet", "--traffic=day6", "--plot=x.png"), "fleet takes no --plot"),
+        (("fleet", "--traffic=day6", "--gpu_hour=0"), "--gpu_hour 0: must be a number above 0"),
+        (("fleet", "--traffic=day6", "--gpu_hour=nan"), "--gpu_hour nan: must be a number above 0"),
+        (("fleet", "--traffic=day6", "--model=kimi_k2"), "give --prefill_plan for --model kimi_k2"),
+        (("fleet", "--traffic=day6", "--decode_plan=/nowhere"), "/nowhere: cannot be read"),
+        (("decode_ep144", "--traffic=day6"), "--traffic is for fleet"),
     ],
 )
 def test_errors_are_one_line_with_status_2(arguments, message) -> None:
-    result = preloaded.run(*arguments, command="plan")
+    result = plan(*arguments)
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
@@ -89,3 +97,21 @@ def test_a_file_whose_devices_do_not_divide_the_experts(tmp_path) -> None:
     assert (
         "three: 256 expert replicas do not divide over 24 devices: add redundant experts to reach 264" in result.stderr
     )
+
+
+def test_the_published_day_is_planned_without_jax(tmp_path) -> None:
+    written = tmp_path / "fleet.json"
+    arguments = ["x", "fleet", "--traffic=day6", f"--json={written}"]
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = {arguments!r}\n"
+        "try:\n    runpy.run_module('launch.plan', run_name='__main__', alter_sys=True)\n"
+        "except SystemExit as ended:\n    assert not ended.code\n"
+        "assert 'jax' not in sys.modules\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "226.75" in result.stdout and "$87,072" in result.stdout
+    fleet = json.loads(written.read_text())
+    assert fleet["terms"] == {"token_bytes": 70_272, "gpu_hour": 2.0}
+    assert fleet["as_charted"]["nodes"] == 226.75

@@ -1,8 +1,8 @@
 """Routers and instances in processes of their own, shared where no test ends them."""
 
 import contextlib
+import json
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,6 +14,7 @@ import pytest
 
 from tests.dsv3.server import serving
 from tests.dsv3.text.dialects import write
+from tests.forked import Forked
 
 QUICK = ("--health_interval=0.1", "--queue_timeout=20")
 
@@ -21,7 +22,7 @@ QUICK = ("--health_interval=0.1", "--queue_timeout=20")
 class Router:
     """A running router."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str):
+    def __init__(self, process: Forked, url: str):
         self.process, self.url = process, url
         self.http = httpx.Client(base_url=url, timeout=60, verify=False)
 
@@ -42,8 +43,8 @@ class Router:
 @contextlib.contextmanager
 def routing(*arguments: str, ready: bool = True) -> Iterator[Router]:
     """A router that says it is well, or one that has just begun to listen."""
-    command = [sys.executable, "-m", "launch.router", "--port=0", *QUICK, *arguments]
-    process = subprocess.Popen(command, cwd=serving.ROOT, stdout=subprocess.PIPE, text=True)
+    assert sys.__stderr__ is not None
+    process = Forked("tests.router.routed", json.dumps(["--port=0", *QUICK, *arguments]), sys.__stderr__)
     try:
         first = process.stdout.readline()
         assert first.startswith("routing at "), first

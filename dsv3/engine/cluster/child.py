@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from dsv3.engine.cluster.link import FollowerReport, Link
 from dsv3.logs import configure_logging
-from dsv3.processes.child import link_to_parent
+from dsv3.processes.child import import_uncollected, link_to_parent
 
 ALIVE_S = 0.5
 
@@ -23,6 +23,7 @@ def main() -> NoReturn:
     configure_logging()
     link = Link(link_to_parent())
     threading.Thread(target=_beat, args=(link,), name="pulse", daemon=True).start()
+    import_uncollected("dsv3.engine.cluster.follower")
     from dsv3.engine.cluster import follower
 
     order = link.receive_order()

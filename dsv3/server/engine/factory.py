@@ -5,12 +5,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dsv3.processes.child import import_uncollected
 from dsv3.server.engine.messages import EngineInfo, Start
 from dsv3.server.engine.process import EngineHost, EngineLike
 
 
 def start_engine(start: Start, host: EngineHost) -> tuple[EngineLike, EngineInfo]:
     """Loads the weights and compiles all programs, together with the followers of an instance of several processes."""
+    import_uncollected("dsv3.engine.build", "dsv3.engine.cluster.leader_engine")
     from dsv3.engine.build import build_engine
     from dsv3.engine.cluster.leader_engine import start_leader
 

@@ -25,7 +25,7 @@ from dsv3.engine.errors import public_text
 from dsv3.engine.operations import OperatedState, Operation, OperationRefused
 from dsv3.engine.step_log import EngineSnapshot, StepLog, StepRecord
 from dsv3.logs import configure_logging
-from dsv3.processes.child import link_to_parent
+from dsv3.processes.child import import_uncollected, link_to_parent
 from dsv3.scheduler.listing import RequestList
 from dsv3.scheduler.request import InvalidRequest, NotServing, PreparedRequest, QueueFull, StepOutputs, fan_out
 from dsv3.server.engine import messages
@@ -224,8 +224,7 @@ def main(listener: int, imports: Sequence[str]) -> NoReturn:
         signal.signal(name, signal.SIG_IGN)  # API server 0 drains and then sends StopEngine
     configure_logging()
     host = EngineHost(link_to_parent(), socket.socket(fileno=listener))
-    for module in imports:
-        importlib.import_module(module)
+    import_uncollected(*imports)
     try:
         start = host.api_servers.start()
         module, _, factory = start.factory.partition(":")

@@ -30,9 +30,8 @@ def model_dir(tmp_path_factory):
     return tiny.write(tmp_path_factory.mktemp("model"))
 
 
-def serve(model_dir, use, factory_options=None, template_deadline_s=10.0, server=None, notify=print, **options):
-    """Runs `use(completer, service)` against a fresh engine process."""
-    config = ServerConfig(
+def configured(model_dir, factory_options=None, template_deadline_s=10.0, server=None, notify=print, **options):
+    return ServerConfig(
         model_dir=model_dir,
         template_deadline_s=template_deadline_s,
         model_names=("tiny",),
@@ -43,22 +42,38 @@ def serve(model_dir, use, factory_options=None, template_deadline_s=10.0, server
         notify=notify,
     )
 
+
+def serve(model_dir, use, **settings):
+    """Runs `use(completer, service)` against a fresh engine process."""
+
     async def run():
-        async with service_completer(config) as completer:
+        async with service_completer(configured(model_dir, **settings)) as completer:
             return await use(completer, completer._service)
 
     return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def shared(model_dir):
+    """Returns what runs `use(completer, service)` against one engine process: eight sequences at once."""
+    with asyncio.Runner() as runner:
+        opened = service_completer(configured(model_dir, max_num_seqs=8))
+        completer = runner.run(opened.__aenter__())
+        try:
+            yield lambda use: runner.run(use(completer, completer._service))
+        finally:
+            runner.run(opened.__aexit__(None, None, None))
 
 
 def body_of(answer):
     return json.loads(bytes(answer.body))
 
 
-def test_a_line_gets_the_servers_response(model_dir):
+def test_a_line_gets_the_servers_response(shared):
     async def use(completer, service):
         return await completer.complete(COMPLETIONS, ask([[7, 8], [20]], n=2)), completer.concurrency
 
-    answer, concurrency = serve(model_dir, use, max_num_seqs=8)
+    answer, concurrency = shared(use)
     body = body_of(answer)
     assert answer.status == 200 and answer.request_id == body["id"] and answer.output_tokens == 12
     assert body["object"] == "text_completion" and body["model"] == "tiny"
@@ -67,7 +82,7 @@ def test_a_line_gets_the_servers_response(model_dir):
     assert concurrency == 16
 
 
-def test_refusals_are_replies_in_openais_format(model_dir):
+def test_refusals_are_replies_in_openais_format(shared, monkeypatch):
     lines = {
         "stream": (COMPLETIONS, ask([1], stream=True)),
         "model": (COMPLETIONS, ask([1], model="gpt-4")),
@@ -84,10 +99,10 @@ def test_refusals_are_replies_in_openais_format(model_dir):
 
     async def use(completer, service):
         trace = SimpleNamespace(is_sampled=True, end=end)
-        service.tracer = SimpleNamespace(start=lambda name, headers: trace)
+        monkeypatch.setattr(service, "tracer", SimpleNamespace(start=lambda name, headers: trace))
         return {name: await completer.complete(*line) for name, line in lines.items()}
 
-    answers = serve(model_dir, use)
+    answers = shared(use)
     statuses = {name: answer.status for name, answer in answers.items()}
     assert statuses == {name: 400 for name in lines} | {"model": 404, "fails alone": 500}
     assert traces == [(status, "status 500" if status == 500 else None) for status in statuses.values()]
@@ -138,7 +153,7 @@ def test_only_the_request_that_kills_engines_stays_unanswered(model_dir, failure
 
 def test_an_engine_that_cannot_start_is_an_error(model_dir):
     with pytest.raises(BatchError, match="engine"):
-        serve(model_dir, None, {"fail": "the weights are missing"})
+        serve(model_dir, None, factory_options={"fail": "the weights are missing"})
 
 
 def test_an_invalid_tokenizer_is_an_error(tmp_path):
@@ -147,15 +162,15 @@ def test_an_invalid_tokenizer_is_an_error(tmp_path):
         serve(tmp_path, None)
 
 
-def test_a_conversation_is_answered(model_dir):
+def test_a_conversation_is_answered(shared):
     async def use(completer, service):
         return await completer.complete(CHAT, HELLO)
 
-    answer = serve(model_dir, use)
+    answer = shared(use)
     assert answer.status == 200 and body_of(answer)["choices"][0]["message"]["role"] == "assistant"
 
 
-def test_cancelling_a_line_aborts_its_request(model_dir):
+def test_cancelling_a_line_aborts_its_request(shared):
     async def use(completer, service):
         task = asyncio.create_task(completer.complete(COMPLETIONS, ask([20], max_tokens=1000)))
         while not service.engine.num_in_flight:
@@ -165,7 +180,7 @@ def test_cancelling_a_line_aborts_its_request(model_dir):
             await task
         return service.engine.num_in_flight
 
-    assert serve(model_dir, use) == 0
+    assert shared(use) == 0
 
 
 def test_lines_that_queue_for_a_slow_template_are_all_answered(tmp_path):
@@ -195,24 +210,24 @@ async def with_failures(completer, service, monkeypatch, *failures):
     return await completer.complete(CHAT, HELLO)
 
 
-def test_temporary_failures_are_retried(model_dir, monkeypatch):
+def test_temporary_failures_are_retried(shared, monkeypatch):
     async def use(completer, service):
         failures = [WorkersBusy("busy")] * 20 + [WorkerDied("died")] * 3
         return await with_failures(completer, service, monkeypatch, *failures)
 
-    assert serve(model_dir, use).status == 200
+    assert shared(use).status == 200
 
 
-def test_template_workers_that_keep_dying_end_the_batch(model_dir, monkeypatch):
+def test_template_workers_that_keep_dying_end_the_batch(shared, monkeypatch):
     async def use(completer, service):
         with pytest.raises(BatchError, match="no memory for a process"):
             await with_failures(completer, service, monkeypatch, *[WorkerDied("no memory for a process")] * 8)
         return await completer.complete(CHAT, HELLO)
 
-    assert serve(model_dir, use).status == 200
+    assert shared(use).status == 200
 
 
-def test_few_lines_are_prepared_at_a_time(model_dir, monkeypatch):
+def test_few_lines_are_prepared_at_a_time(shared, monkeypatch):
     """The others wait as bytes; a line whose prompt is ready no longer counts."""
     preparing, most = set(), []
 
@@ -227,12 +242,12 @@ def test_few_lines_are_prepared_at_a_time(model_dir, monkeypatch):
         monkeypatch.setattr(service.templates, "render", render)
         return await asyncio.gather(*(completer.complete(CHAT, HELLO) for _ in range(60)))
 
-    answers = serve(model_dir, use)
+    answers = shared(use)
     assert [answer.status for answer in answers] == [200] * 60
     assert 2 <= max(most) <= 16
 
 
-def test_lines_may_set_a_priority_not_below_the_minimum(model_dir, monkeypatch):
+def test_lines_may_set_a_priority_not_below_the_minimum(shared, monkeypatch):
     async def use(completer, service):
         found = []
         submit = service.engine.submit
@@ -246,6 +261,6 @@ def test_lines_may_set_a_priority_not_below_the_minimum(model_dir, monkeypatch):
         refused = await completer.complete(COMPLETIONS, ask([5], priority=2**31))
         return [request.priority for request in found], refused
 
-    priorities, refused = serve(model_dir, use)
+    priorities, refused = shared(use)
     assert priorities == [0, -3, 200, 100, 100, 200]
     assert refused.status == 400 and body_of(refused)["error"]["param"] == "priority"

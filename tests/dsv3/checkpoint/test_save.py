@@ -23,9 +23,7 @@ from tests.dsv3.checkpoint.trees import assert_same_bits, by_path, random_params
 def tensors_of(directory) -> dict[str, np.ndarray]:
     """Every tensor of a directory, sliced out of the files by their headers."""
     return {
-        name: np.frombuffer(t.path.read_bytes(), np.uint8)[t.offset : t.offset + t.nbytes]
-        .view(t.dtype)
-        .reshape(t.shape)
+        name: np.fromfile(t.path, np.uint8, t.nbytes, offset=t.offset).view(t.dtype).reshape(t.shape)
         for name, t in read_directory(directory).items()
     }
 

@@ -10,15 +10,12 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from benchmarks.gpu.sass.model import assumed
-from pallas_kernels.gemm.plan import WIDE_TILE_M, TilePlan, plan_contiguous, plan_dense
-from pallas_kernels.gemm.shapes import CONTIGUOUS_GROUPS, DENSE_NK, EXPERT_NK, OTHER_NK
+from benchmarks.gpu.sass.counts import assumed
+from pallas_kernels.gemm.plan import WIDE_TILE_M, plan_contiguous, plan_dense
 from pallas_kernels.grouped import aligned_rows
 from pallas_kernels.mosaic import NUM_SMS
 
 HEAD = ("product", "our tile", "DeepGEMM's", "ours", "DeepGEMM's", "ratio", "ratio, shared memory not counted")
-MASKED_GROUPS = ((1, 1024), (2, 512), (4, 256), (6, 1024), (32, 192))
-"""(groups, expected rows of each) in DeepGEMM's table and tests of the masked form."""
 _DRAWS = 50
 _VALUES_PER_CYCLE = 32
 """Values of a result for which the tensor cores multiply 128 of K in a cycle."""
@@ -57,8 +54,8 @@ class Tiling:
     cluster_n: int = 1
 
     def __str__(self) -> str:
-        shared = "weights" if self.cluster_m > 1 else "activations" if self.cluster_n > 1 else ""
-        return f"{self.rows}x{self.columns}{', ' * bool(shared)}{shared}"
+        shared = ", weights" if self.cluster_m > 1 else ", activations" if self.cluster_n > 1 else ""
+        return f"{self.rows}x{self.columns}{shared}"
 
     def step_cycles(self, x_readers: int, w_readers: int, shared_memory: bool) -> float:
         """Returns the least cycles of a step of 128 of K, whose operands so many blocks share."""
@@ -69,29 +66,15 @@ class Tiling:
         return max(products * self.columns / 2, port, (x / x_readers + w / w_readers) / assumed("L2 to multiprocessor"))
 
 
-def shapes() -> Iterator[Shape]:
-    """Lists the shapes of many rows that DeepGEMM times: for few, memory and latency count, not ceilings."""
-    yield from (Shape("dense", 1, 4096, n, k) for n, k in DENSE_NK)
-    for kind, groups, sizes in (
-        ("contiguous", CONTIGUOUS_GROUPS, (*EXPERT_NK, *OTHER_NK)),
-        ("masked", MASKED_GROUPS, EXPERT_NK),
-    ):
-        yield from (Shape(kind, *group, n, k) for group in groups for n, k in sizes)
-
-
 def our_tiling(shape: Shape) -> Tiling:
     """Returns what we take. What DeepGEMM computes in its masked form is a contiguous product with room for twice."""
     total = shape.groups * shape.rows
     if shape.kind == "dense":
         plan = plan_dense(total, shape.n, shape.k, 1)
-    else:
-        room = total if shape.kind == "contiguous" else aligned_rows(2 * total, shape.groups, WIDE_TILE_M)
-        plan = _pairs(plan_contiguous(room, WIDE_TILE_M, shape.n, shape.k, 1))
-    return Tiling(plan.tile_m, plan.tile_n, plan.cluster_m, plan.cluster_n)
-
-
-def _pairs(plan: TilePlan) -> TilePlan:
-    return dataclasses.replace(plan, shares_weights=plan.cluster > 1)
+        return Tiling(plan.tile_m, plan.tile_n, plan.cluster_m, plan.cluster_n)
+    room = total if shape.kind == "contiguous" else aligned_rows(2 * total, shape.groups, WIDE_TILE_M)
+    plan = plan_contiguous(room, WIDE_TILE_M, shape.n, shape.k, 1)
+    return Tiling(plan.tile_m, plan.tile_n, plan.cluster)
 
 
 def ceiling(shape: Shape, tiling: Tiling, *, ours: bool, shared_memory: bool = True) -> float:
@@ -99,11 +82,10 @@ def ceiling(shape: Shape, tiling: Tiling, *, ours: bool, shared_memory: bool = T
     useful, taken = 0.0, 0.0
     for counts in shape.draws():
         steps = _steps(shape, tiling, counts, ours)
-        waves = math.ceil(sum(blocks for blocks, _, _ in steps) / NUM_SMS)
         blocks = sum(blocks for blocks, _, _ in steps)
         mean = sum(b * tiling.step_cycles(x, w, shared_memory) for b, x, w in steps) / blocks
         useful += sum(counts) * shape.n / _VALUES_PER_CYCLE
-        taken += waves * NUM_SMS * mean
+        taken += math.ceil(blocks / NUM_SMS) * NUM_SMS * mean
     return useful / taken
 
 
@@ -127,10 +109,12 @@ def _steps(shape: Shape, tiling: Tiling, counts: Sequence[int], ours: bool) -> l
 
 
 def rows(others: Sequence[Sequence]) -> Iterator[tuple]:
-    """Yields the rows of a table under `HEAD`; `others` are DeepGEMM's tiles by shape."""
-    theirs = {Shape(*row[:5]): Tiling(*row[5:]) for row in others}
-    for shape in shapes():
-        sides = ((our_tiling(shape), True), (theirs[shape], False))
+    """Yields the rows of a table under `HEAD`.
+
+    `others` are DeepGEMM's tiles for the shapes of many rows that it times: for few, memory and latency count.
+    """
+    for shape, theirs in ((Shape(*row[:5]), Tiling(*row[5:])) for row in others):
+        sides = ((our_tiling(shape), True), (theirs, False))
         found = [[ceiling(shape, t, ours=ours, shared_memory=port) for t, ours in sides] for port in (True, False)]
         (ours, other), (ours_without, other_without) = found
         ratios = f"{ours / other:.2f}", f"{ours_without / other_without:.2f}"

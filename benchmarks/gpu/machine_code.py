@@ -14,7 +14,7 @@ import dataclasses
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.gpu.children import program_of
@@ -32,14 +32,14 @@ class Reading:
 
     Attributes:
       kernel: which.
-      resources: as ptxas reports them.
+      spill_bytes: as ptxas reports them.
       registers: of the warpgroups after they traded, as "240/24".
       paths: the instructions of a pass, of each kind of computing warpgroup.
       cycles: by link, under round robin and under first come first served.
     """
 
     kernel: kernels.Kernel
-    resources: aot.KernelResources
+    spill_bytes: int
     registers: str
     paths: Sequence[loops.Code]
     cycles: dict[str, tuple[model.Modelled, ...]]
@@ -97,14 +97,13 @@ def interpret(kernel: kernels.Kernel, compiled: Sequence[aot.KernelResources]) -
     paths = loops.main_loops(function)
     if any(role.fetches for role in kernel.protocol.roles):
         paths.append(loops.feeding_loop(function))
-
     cycles = {}
     for name in kernel.links:
         both = (dataclasses.replace(kernels.LINKS[name], round_robin=turns) for turns in (True, False))
         cycles[name] = tuple(model.simulate(paths, kernel.protocol, link) for link in both)
     traded = [int(i.args.split(",")[-1], 16) for i in function.instructions if i.op.startswith("USETMAXREG")]
     registers = "/".join(map(str, sorted(traded, reverse=True)))
-    return Reading(kernel, resources, registers, paths, cycles)
+    return Reading(kernel, resources.spill_bytes, registers, paths, cycles)
 
 
 def tabulate(report: Report, readings: Sequence[Reading]) -> None:
@@ -116,7 +115,7 @@ def tabulate(report: Report, readings: Sequence[Reading]) -> None:
     lines = (line for reading in readings for line in _lines(reading))
     report.table("Bounds and modelled cycles of a pass", columns, lines)
     columns = ["kernel", "link", "warpgroup 0", "warpgroup 1", "warpgroup 2, where it dequantizes"]
-    lines = (line for reading in readings for line in _waiting_rows(reading))
+    lines = (line for reading in readings for line in _waiting(reading))
     report.detail("What each warpgroup waits for, in cycles of a pass (round robin)", columns, lines)
     if any(reading.kernel.passes == kernels.PRODUCT_PASS for reading in readings):
         report.table("Ceilings of FP8 products, as shares of the tensor core's rate", ceilings.HEAD,
@@ -125,49 +124,41 @@ def tabulate(report: Report, readings: Sequence[Reading]) -> None:
 
 
 def _lines(reading: Reading) -> Iterator[list[Cell]]:
-    """Yields a line per link; the bound that binds is bold."""
-    kernel, bounds = reading.kernel, reading.bounds()
-    other = OTHERS["loops"][kernel.other] if kernel.other is not None else {"cycles": {}}
-    binding = max(bounds, key=bounds.__getitem__)
-    cells = [f"{bounds[name]:,.0f}" if name in bounds else "" for name in RESOURCES]
-    cells = [f"**{cell}**" if name == binding else cell for name, cell in zip(RESOURCES, cells, strict=True)]
-    instructions = " + ".join(str(len(path)) for path in reading.paths)
-    head: list[Cell] = [
-        kernel.name,
-        kernel.passes,
-        instructions,
-        reading.registers,
-        reading.resources.spill_bytes,
-        *cells,
-    ]
-    for name, runs in reading.cycles.items():
-        theirs = other["cycles"].get(name)
-        peer: list[Cell] = [kernel.other, " / ".join(f"{each:,}" for each in theirs)] if theirs else ["", ""]
-        yield [*head, name, " / ".join(f"{run.cycles:,.0f}" for run in runs),
-               " / ".join(f"{run.tensor_cycles / run.cycles:.0%}" for run in runs), *peer,
-               _ratio(reading, runs, other, theirs)]  # fmt: skip
+    """Yields a line per link; the bound that binds is bold.
 
-
-def _ratio(reading: Reading, runs, other: dict, theirs: list[float] | None) -> str:
-    """Returns their cycles for the same work over ours, round robin and first come: above 1 ours is faster.
-
-    The work is products; where reading weights is the limit (`reads_as_much`) a pass is as much work as a pass.
+    Cycles are those of round robin and of first come. A ratio is that of their cycles for the same work to ours: above
+    1 ours is faster. The work is products; where reading weights is the limit (`reads_as_much`) a pass is as much work
+    as a pass.
     """
-    if theirs is None:
-        return ""
-    share = 1 if other.get("reads_as_much") else reading.bounds()["tensor core"] / other["bounds"]["tensor core"]
-    return " / ".join(f"{cycles * share / run.cycles:.2f}" for cycles, run in zip(theirs, runs, strict=True))
+    kernel, bounds = reading.kernel, reading.bounds()
+    cells = {name: f"{cycles:,.0f}" for name, cycles in bounds.items()}
+    binding = max(bounds, key=bounds.__getitem__)
+    cells[binding] = f"**{cells[binding]}**"
+    instructions = " + ".join(str(len(path)) for path in reading.paths)
+    head: list[Cell] = [kernel.name, kernel.passes, instructions, reading.registers, reading.spill_bytes]
+    head += [cells.get(name, "") for name in RESOURCES]
+    other = OTHERS["loops"].get(kernel.other, {"cycles": {}})
+    for name, runs in reading.cycles.items():
+        ours = _pair("{:,.0f}", (run.cycles for run in runs))
+        peer: list[Cell] = ["", "", ""]
+        if theirs := other["cycles"].get(name):
+            share = 1 if other.get("reads_as_much") else bounds["tensor core"] / other["bounds"]["tensor core"]
+            ratios = (cycles * share / run.cycles for cycles, run in zip(theirs, runs, strict=True))
+            peer = [kernel.other, _pair("{:,}", theirs), _pair("{:.2f}", ratios)]
+        yield [*head, name, ours, _pair("{:.0%}", (run.tensor_cycles / run.cycles for run in runs)), *peer]
 
 
-def _waiting_rows(reading: Reading) -> Iterator[list[Cell]]:
+def _pair(form: str, values: Iterable[float]) -> str:
+    return " / ".join(map(form.format, values))
+
+
+def _waiting(reading: Reading) -> Iterator[list[Cell]]:
     for name, (turns, _) in reading.cycles.items():
-        causes = [_longest(waiting) for waiting in turns.waiting]
+        causes = [
+            ", ".join(f"{cause} {cycles:,.0f}" for cause, cycles in waiting.most_common(4) if cycles >= 10)
+            for waiting in turns.waiting
+        ]
         yield [reading.kernel.name, name, *causes, *[""] * (3 - len(causes))]
-
-
-def _longest(waiting: dict[str, float]) -> str:
-    causes = sorted(waiting.items(), key=lambda item: -item[1])
-    return ", ".join(f"{cause} {cycles:,.0f}" for cause, cycles in causes[:4] if cycles >= 10)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ MODELS = {
     "Kimi-K2-Thinking": KIMI_K2_THINKING,
 }
 """One of each family whose steps hold other kernels: V3.2 has sparse attention and FP8 pages, Kimi INT4 experts."""
-TRITON_GPUS = ("A100", "L40S", "B200")
+TRITON_GPUS = {"A100": 80, "L40S": 89, "B200": 100}
 _SYMBOLS = "MOSAIC_GPU_RUNTIME_LIB_PATH"
 array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
@@ -106,10 +106,9 @@ def triton_kernels_of(name: str) -> Cases:
 
 
 def _assembled(operation: str, name: str) -> Iterator[Row]:
-    for kernel in triton_kernels.kernels(operation, _kind(aot.TARGETS[name]), few=True):
-        architecture = re.search(r"^\.target (\w+)", kernel.ptx, flags=re.MULTILINE)
-        assert architecture is not None, kernel.ptx[:300]
-        report = _ptxas("-v", "-arch", architecture[1], "/dev/stdin", "-o", "/dev/null", given=kernel.ptx)
+    for kernel in triton_kernels.kernels(operation, gpus.by_number(TRITON_GPUS[name]), few=True):
+        (architecture,) = re.findall(r"^\.target (\w+)", kernel.ptx, flags=re.MULTILINE)
+        report = _ptxas("-v", "-arch", architecture, "/dev/stdin", "-o", "/dev/null", given=kernel.ptx)
         (resources,) = aot.parse_reports(report)
         yield _row(f"{operation}, {name}: {kernel.name}", resources)
 
@@ -149,52 +148,47 @@ def compiled_step(model: ModelConfig, phase: str, target: aot.GpuTarget) -> jax.
         batch: Any = PrefillBatch(ints((1024,)), ints((1024,)), ints((9,)), ints((8,)), ints((8, 64)), **choice)
     else:
         batch = DecodeBatch(ints((64, 1)), ints((64,)), ints((64, 64)), **choice)
-    mesh = aot.gpu_mesh({"device": 1}, target=target)
-    backend = resolve_backend(mesh.devices.flat[0])
     run = {"prefill": prefill, "decode": decode}[phase]
 
-    def step(params, batch, pages):
+    def step(backend, params, batch, pages):
         out = run(params, cfg, batch, pages, backend=backend)
         return out.hidden, out.pages
 
     pages = pool(cfg, FP8 if cfg.index_layers else "bfloat16", 4096)
-    with gpus.compiling_for(_kind(target)):
-        return aot.compile_for(step, abstract_params(cfg, alone), batch, pages, mesh=mesh, donate_argnums=(2,))
+    return _compiled(step, abstract_params(cfg, alone), batch, pages, target=target, donated=2)
 
 
-def _kind(target: aot.GpuTarget) -> gpus.GpuKind:
-    major, minor = target.compute_capability
-    return gpus.by_number(10 * major + minor)
+def _compiled(fn: Callable[..., Any], *arguments: Any, target: aot.GpuTarget, donated: int) -> jax.stages.Compiled:
+    """Compiles `fn(backend, *arguments)` with the kernels of a GPU's own backend."""
+    mesh = aot.gpu_mesh({"device": 1}, target=target)
+    device = mesh.devices.flat[0]
+    with gpus.compiling_for(gpus.target(device)):
+        fn = functools.partial(fn, resolve_backend(device))
+        return aot.compile_for(fn, *arguments, mesh=mesh, donate_argnums=(donated,))
 
 
 def executables() -> Cases:
     """Yields what a compiled program with kernels is as a file, and what that is linked with when it is loaded."""
-    named = ("mla_decode", "mla_combine", "mla_write"), ("combine", "write")
-    for backend, gpu, kernels in zip((Backend.MOSAIC, Backend.TRITON), ("H200", "A100"), named, strict=True):
-        case = f"a program with {backend.value} kernels as bytes"
-        yield case, functools.partial(_serialised, case, backend, gpu, kernels)
+    for gpu, kernels in (("H200", ("mla_decode", "mla_combine", "mla_write")), ("A100", ("combine", "write"))):
+        case = f"a program with kernels for {gpu} as bytes"
+        yield case, functools.partial(_serialised, case, gpu, kernels)
     yield "symbols of the host's part of Mosaic kernels", _linked
 
 
-def decode_program(backend: Backend) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns a program of two operations: new rows written to pages, and decode attention to them."""
-
-    def run(q, pages, rows, ids, offsets, table, lengths):
-        place = {"pages_per_layer": 64, "backend": backend}
-        pages = write_pages(pages, rows, ids, offsets, layer=0, **place)
-        return mla_decode(q, pages, table, lengths, scale=0.1, **place), pages
-
-    arrays = array((8, 1, 16, 576)), array((128, 64, 576)), array((8, 576))
-    return run, (*arrays, ints((8,)), ints((8,)), ints((8, 32)), ints((8,)))
+def decode_step(backend: Backend, q, pages, rows, ids, offsets, table, lengths):
+    """Writes new rows to pages, and attends to them."""
+    place = {"pages_per_layer": 64, "backend": backend}
+    pages = write_pages(pages, rows, ids, offsets, layer=0, **place)
+    return mla_decode(q, pages, table, lengths, scale=0.1, **place), pages
 
 
-def _serialised(case: str, backend: Backend, gpu: str, kernels: tuple[str, ...]) -> Iterator[Row]:
+_MOSAIC_STEP = functools.partial(decode_step, Backend.MOSAIC)
+_SHAPES = *map(array, ((8, 1, 16, 576), (128, 64, 576), (8, 576))), *map(ints, ((8,), (8,), (8, 32), (8,)))
+
+
+def _serialised(case: str, gpu: str, kernels: tuple[str, ...]) -> Iterator[Row]:
     """Yields the size of an executable; it must hold the kernels, and no word of another ptxas (12 leaves none)."""
-    target = aot.TARGETS[gpu]
-    fn, arguments = decode_program(backend)
-    with gpus.compiling_for(_kind(target)):
-        mesh = aot.gpu_mesh({"device": 1}, target=target)
-        compiled = aot.compile_for(fn, *arguments, mesh=mesh, donate_argnums=(1,))
+    compiled = _compiled(decode_step, *_SHAPES, target=aot.TARGETS[gpu], donated=1)
     executable = serialize_executable.serialize(compiled)[0]
     assembled = {found.decode() for found in re.findall(rb"tools, release (\d+\.\d+)", executable)}
     own = re.findall(r"release (\d+\.\d+)", _ptxas("--version"))[0]
@@ -206,8 +200,7 @@ def _serialised(case: str, backend: Backend, gpu: str, kernels: tuple[str, ...])
 
 def _linked() -> Iterator[Row]:
     """Looks each symbol up in the library that jax names to its plugin, as that does."""
-    fn, arguments = decode_program(Backend.MOSAIC)
-    needed = aot.host_symbols(fn, *arguments)
+    needed = aot.host_symbols(_MOSAIC_STEP, *_SHAPES)
     library = ctypes.CDLL(os.environ[_SYMBOLS])
     missing = sorted(name for name in needed if not hasattr(library, name))
     wrong = f"{os.environ[_SYMBOLS]} has no {', '.join(missing)}" if missing else "" if needed else "none is needed"
@@ -216,8 +209,7 @@ def _linked() -> Iterator[Row]:
 
 def toy() -> Cases:
     """Yields one kernel, for a test of the machinery."""
-    fn, arguments = decode_program(Backend.MOSAIC)
-    yield "decode", functools.partial(_resources, "decode", fn, arguments)
+    yield "decode", functools.partial(_resources, "decode", _MOSAIC_STEP, _SHAPES)
 
 
 PARTS: dict[str, Callable[[], Cases]] = {

@@ -77,7 +77,7 @@ def kernels() -> Iterator[Kernel]:
         (4096, 4096, 7168, "DeepGEMM dense 256x128"),
         (4096, 2112, 7168, "DeepGEMM dense 128x192"),
         (128, 4096, 7168, None),
-        (64, 7168, 16384, "DeepGEMM dense 64x64"),
+        (64, 7168, 16384, None),
     ):
         yield dense(m, n, k, other)
     yield contiguous(8, 4096, 4096, 7168, "DeepGEMM contiguous 128x192")
@@ -135,7 +135,7 @@ def _fp8_pages() -> Protocol:
     free = tuple(f"{half}_free_{stage}" for stage in "ab" for half in ("left", "right"))
     parts = ("part 0", "part 1", _ROPE_ASKED, "part 2", "part 3")
     arrives = tuple(f"{part} of {stage}" for stage in "ab" for part in parts)
-    feeding = Role(free, arrives, passed=free, fetches=True)
+    feeding = Role(free, arrives, fetches=True)
     return dataclasses.replace(pages, roles=(*pages.roles, feeding), loads=asked)
 
 

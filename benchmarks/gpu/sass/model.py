@@ -57,10 +57,9 @@ class Role:
     arrives: tuple[str, ...]
     before: tuple[str, ...] = ()
     """mbarriers at which it arrives and waits once before its first pass."""
-    passed: tuple[str, ...] = ()
-    """mbarriers at which it does not wait in its first pass, since what they guard has not been used yet."""
     fetches: bool = False
-    """Whether what it loads from global memory into registers are pages, which come over the link as copies do."""
+    """Whether what it loads from global memory into registers are pages, which come over the link as copies do. It
+    writes them where it waits for room; in its first pass it does not wait, since nothing has been used yet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Modelled:
 
     cycles: float
     tensor_cycles: float
-    waiting: tuple[dict[str, float], ...]
+    waiting: tuple[collections.Counter[str], ...]
 
 
 def simulate(paths: Sequence[Sequence[Instruction]], protocol: Protocol, link: Link) -> Modelled:
@@ -149,7 +148,7 @@ class _Multiprocessor:
         for role in protocol.roles:
             for name in role.before:
                 self._arrive(name)
-            for name in role.passed:
+            for name in role.waits if role.fetches else ():
                 self.phases[name].append(0.0)
 
     def run(self) -> Modelled:
@@ -165,9 +164,11 @@ class _Multiprocessor:
             self.now += 1
         assert start is not None
         since, busy, before = start
-        waited = (warp.waiting - earlier for warp, earlier in zip(self.warps, before, strict=True))
-        per_pass = tuple({cause: cycles / passes for cause, cycles in counter.items()} for counter in waited)
-        return Modelled((self.now - since) / passes, (self.tensor_busy - busy) / passes, per_pass)
+        waited = tuple(
+            collections.Counter({cause: (count - earlier[cause]) / passes for cause, count in warp.waiting.items()})
+            for warp, earlier in zip(self.warps, before, strict=True)
+        )
+        return Modelled((self.now - since) / passes, (self.tensor_busy - busy) / passes, waited)
 
     def _produce(self) -> Iterator[None]:
         """Starts each copy once its place is free and the copy before it has been issued."""

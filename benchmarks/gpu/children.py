@@ -162,11 +162,10 @@ def gate_resources(cases: Mapping[Key, Case]) -> int:
     for key, case in cases.items():
         call, shapes = program_of(case)
         compiled, kernels = aot.compile_with_resources(call, *shapes)
+        megabytes = compiled.memory_analysis().temp_size_in_bytes / 1e6
+        print(f"{': '.join(key)}: {megabytes:.0f} MB of temporaries", flush=True)
         for kernel in kernels:
             spilled += kernel.spill_bytes > 0
-            print(f"{': '.join(key)}: {kernel.name}: {kernel.registers} registers, {kernel.spill_bytes} bytes spilled")
-        print(
-            f"{': '.join(key)}: {compiled.memory_analysis().temp_size_in_bytes / 1e6:.0f} MB of temporaries", flush=True
-        )
+            print(f"  {kernel.name}: {kernel.registers} registers, {kernel.spill_bytes} bytes spilled")
     print(f"{spilled} kernels spill")
     return 1 if spilled else 0

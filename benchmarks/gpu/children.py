@@ -14,7 +14,7 @@ import math
 import operator
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,32 +24,35 @@ from benchmarks.record import Report, parser_of
 from dsv3.processes.child import ChildResult, run_limited
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend, is_hopper, prepare, resolve_backend
-from pallas_kernels.checks import Case
-from pallas_kernels.checks.case import ContextLostError, Row
-from tools.doctor.rates import Roofs, measure_roofs
+from pallas_kernels.checks import Case, Row
+from pallas_kernels.checks.case import ContextLostError
+from tools.doctor.rates import Roofs, measure_case, measure_roofs
+from tools.doctor.rows import CaseResult, read_rows
 
 AT_ONCE = 8
 """Rows of a child."""
 _START_S = 60.0
-ROOFS = "roofs"
+_LOST = 3  # a child's exit status after a row, which it has printed, that has cost it the device
+_OVERDUE = "Timeout ("  # how faulthandler begins
 type Key = tuple[str, str]
 """Table and name of a row."""
 type Program = tuple[str, Callable[..., Any], tuple[Any, ...]]
 """A name, a function, and the shapes of its arguments."""
+ROOFS: Key = ("roofs", "roofs")
 
 
 def main(
     report: Report,
     module: str,
     doc: str | None,
-    keys: Sequence[Key],
-    measure: Callable[[Key, Roofs], Row],
-    programs: Callable[[], Iterator[Program]],
+    cases: Mapping[Key, Case],
+    compiled: Mapping[Key, Case],
+    measure: Callable[[Case, Roofs, Backend], Row] = measure_case,
 ) -> int:
     """Runs a benchmark, or as its child some rows of it, or compiles its programs; returns the exit status.
 
-    `keys` are the rows, most important first: a run short of time leaves the last ones out. `measure` is called in a
-    child alone. `programs` are what `--compile` compiles.
+    `cases` are the rows, most important first: a run short of time leaves the last ones out. `measure` is called in a
+    child alone. `compiled` are those that `--compile` compiles.
     """
     parser = parser_of(doc)
     parser.add_argument("--minutes", type=float, default=8.5, help="time limit; later rows are left out, and said so")
@@ -59,17 +62,19 @@ def main(
     parser.add_argument("--roofs", type=json.loads, help="as they have been measured, for a child")
     args = parser.parse_args()
     if args.compile:
-        return gate_resources(programs())
+        return gate_resources(compiled)
     if args.rows:
-        return _measure_here(args.rows, args.roofs, args.seconds, measure)
+        return _measure_here(
+            map(tuple, args.rows), args.seconds, lambda key: measure(cases[key], args.roofs, Backend.MOSAIC)
+        )
     command = [sys.executable, "-m", module, "--seconds", str(args.seconds)]
-    return measure_all(report, command, keys, args.seconds, time.monotonic() + 60 * args.minutes)
+    return measure_all(report, command, list(cases), args.seconds, time.monotonic() + 60 * args.minutes)
 
 
 def measure_all(report: Report, command: Sequence[str], keys: Sequence[Key], seconds: float, deadline: float) -> int:
     """Measures the roofs and then the rows in children of `command`, and reports each table."""
-    ended = _child(command, [(ROOFS, ROOFS)], {}, seconds, math.inf)
-    roofs = _printed(ended).get(ROOFS)
+    ended, rows = _child(command, [ROOFS], {}, seconds, math.inf)
+    roofs = rows.get(ROOFS)
     if roofs is None or not roofs.passed:
         print(ended.log, roofs.says if roofs else f"the roofs: {ended.cause}", file=sys.stderr)
         return 2 if ended.status == 2 else 1
@@ -91,58 +96,46 @@ def measure_all(report: Report, command: Sequence[str], keys: Sequence[Key], sec
 
 def _rows(
     command: Sequence[str], group: list[Key], roofs: Roofs, seconds: float, deadline: float
-) -> Iterator[tuple[Key, Row]]:
+) -> Iterator[tuple[Key, CaseResult]]:
     while group:
-        if deadline - time.monotonic() < _START_S / 2:
-            yield from ((key, Row("", True, "left out: --minutes are over")) for key in group)
+        left = deadline - time.monotonic()
+        if left < _START_S / 2:
+            yield from ((key, CaseResult("", True, "left out: --minutes are over")) for key in group)
             return
-        ended = _child(command, group, roofs, seconds, deadline - time.monotonic() + _START_S)
-        rows = _printed(ended)
-        while group and (row := rows.get(": ".join(group[0]))):
-            yield group.pop(0), row
+        ended, rows = _child(command, group, roofs, seconds, left + _START_S)
+        while group and group[0] in rows:
+            yield group[0], rows[group.pop(0)]
         if group and ended.status != _LOST:
             last = (ended.log.strip().splitlines() or [""])[-1]
             cause = "took too long" if _OVERDUE in ended.log else ended.cause
-            yield group.pop(0), Row("", False, f"ended its process: {cause}; {last[:200]}")
+            yield group.pop(0), CaseResult("", False, f"ended its process: {cause}; {last[:200]}")
 
 
-_LOST = 3  # a child's exit status after a row, which it has printed, that has cost it the device
-_OVERDUE = "Timeout ("  # how faulthandler begins
+def _child(
+    command: Sequence[str], keys: Sequence[Key], roofs: Roofs, seconds: float, left: float
+) -> tuple[ChildResult, dict[Key, CaseResult]]:
+    """Returns how a child has ended, and the rows that it has printed."""
+    words = ["--rows", json.dumps(keys), "--roofs", json.dumps(dict(roofs))]
+    ended = run_limited([*command, *words], min(_START_S + seconds * len(keys), max(left, _START_S)))
+    printed = {row.case: row for row in read_rows(ended.output)[0]}
+    return ended, {key: printed[": ".join(key)] for key in keys if ": ".join(key) in printed}
 
 
-def _measure_here(keys: list, roofs: Roofs, seconds: float, measure: Callable[[Key, Roofs], Row]) -> int:
-    for table, name in keys:
+def _measure_here(keys: Iterator[Key], seconds: float, measure: Callable[[Key], Row]) -> int:
+    for key in keys:
         faulthandler.dump_traceback_later(seconds, exit=True)  # a thread that no kernel or lock holds up
-        where, lost = f"{table}: {name}", False
+        status, where = 0, ": ".join(key)
         try:
-            row = roofs_here() if table == ROOFS else measure((table, name), roofs)
+            row = roofs_here() if key == ROOFS else measure(key)
         except ContextLostError as error:
-            row, lost = Row(where, False, f"the device's context is gone: {error}"), True
+            status, row = _LOST, Row(where, False, f"the device's context is gone: {error}")
         except Exception as error:  # the next row is measured
             row = Row(where, False, f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        print(json.dumps(Row(where, row.passed, row.says, row.figures).as_json()), flush=True)
-        if lost:
-            return _LOST
+        print(json.dumps(row.as_json() | {"case": where}), flush=True)
+        if status:
+            return status
     faulthandler.cancel_dump_traceback_later()
     return 0
-
-
-def _child(command: Sequence[str], keys: Sequence[Key], roofs: Roofs, seconds: float, left: float) -> ChildResult:
-    words = ["--rows", json.dumps(keys), "--roofs", json.dumps(dict(roofs))]
-    return run_limited([*command, *words], min(_START_S + seconds * len(keys), max(left, _START_S)))
-
-
-def _printed(ended: ChildResult) -> dict[str, Row]:
-    """Returns the rows that a child has printed, by their names; a line that is no whole row is none."""
-    rows = {}
-    for line in ended.output.splitlines():
-        if line.startswith("{"):
-            try:
-                row = Row(**json.loads(line))
-            except (ValueError, TypeError):
-                continue
-            rows[row.case.removeprefix(f"{ROOFS}: ")] = row
-    return rows
 
 
 def roofs_here() -> Row:
@@ -154,7 +147,7 @@ def roofs_here() -> Row:
         raise SystemExit(2)
     prepare(resolve_backend(device))
     says = f"{device.device_kind}; jax {jax.__version__}; {' '.join(device.client.platform_version.split())}"
-    return Row(ROOFS, True, says, measure_roofs())
+    return Row("", True, says, measure_roofs())
 
 
 def program_of(case: Case, backend: Backend = Backend.MOSAIC) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -163,14 +156,16 @@ def program_of(case: Case, backend: Backend = Backend.MOSAIC) -> tuple[Callable[
     return functools.partial(case.call, backend=backend), (operands, jax.ShapeDtypeStruct((), jnp.int32))
 
 
-def gate_resources(programs: Iterator[Program]) -> int:
-    """Compiles programs for an H200, prints registers and spills; returns 1 if a kernel spills."""
+def gate_resources(cases: Mapping[Key, Case]) -> int:
+    """Compiles cases for an H200, prints registers and spills; returns 1 if a kernel spills."""
     spilled = 0
-    for name, call, shapes in programs:
+    for key, case in cases.items():
+        call, shapes = program_of(case)
         compiled, kernels = aot.compile_with_resources(call, *shapes)
+        megabytes = compiled.memory_analysis().temp_size_in_bytes / 1e6
+        print(f"{': '.join(key)}: {megabytes:.0f} MB of temporaries", flush=True)
         for kernel in kernels:
             spilled += kernel.spill_bytes > 0
-            print(f"{name}: {kernel.name}: {kernel.registers} registers, {kernel.spill_bytes} bytes spilled")
-        print(f"{name}: {compiled.memory_analysis().temp_size_in_bytes / 1e6:.0f} MB of temporaries", flush=True)
+            print(f"  {kernel.name}: {kernel.registers} registers, {kernel.spill_bytes} bytes spilled")
     print(f"{spilled} kernels spill")
     return 1 if spilled else 0

@@ -11,8 +11,6 @@ compares the plans of a model's products.
 """
 
 import dataclasses
-import functools
-from collections.abc import Iterator
 
 import jax
 
@@ -54,30 +52,21 @@ _TABLES = {
 
 
 def main(report: Report) -> int:
-    return children.main(report, "benchmarks.gpu.fp8_gemm", __doc__, keys(), measure, programs)
+    return children.main(report, "benchmarks.gpu.fp8_gemm", __doc__, entries(), entries(), compare_case)
 
 
-def keys() -> list[Key]:
-    """Returns the rows; DeepGEMM's other tests come last."""
-    found = [(table, name) for table in _TABLES for name in cases(table)]
+def entries() -> dict[Key, Case]:
+    """Returns the case of each row; DeepGEMM's other tests come last."""
+    found = {
+        (table, case.name): case
+        for table, operation in _TABLES.items()
+        for case in checks.OPERATIONS[operation].cases(Backend.MOSAIC, False)
+    }
     others = {("experts", case.name) for case in experts.other_fp8_cases(Backend.MOSAIC)}
-    return sorted(found, key=lambda key: key in others)
+    return dict(sorted(found.items(), key=lambda entry: entry[0] in others))
 
 
-@functools.cache
-def cases(table: str) -> dict[str, Case]:
-    """Returns the cases of a table by name."""
-    made = checks.OPERATIONS[_TABLES[table]].cases(Backend.MOSAIC, False)
-    return {case.name: case for case in made}
-
-
-def measure(key: Key, roofs: Roofs) -> Row:
-    """Returns the row of a case."""
-    table, name = key
-    return compare_case(cases(table)[name], roofs)
-
-
-def compare_case(case: Case, roofs: Roofs, backend: Backend = Backend.MOSAIC) -> Row:
+def compare_case(case: Case, roofs: Roofs, backend: Backend) -> Row:
     """Returns the row of a case beside its roof, XLA's product with a slice, and what is published."""
     row = measure_case(case, roofs, backend)
     if not row.passed:
@@ -90,13 +79,6 @@ def compare_case(case: Case, roofs: Roofs, backend: Backend = Backend.MOSAIC) ->
     if case.key in PUBLISHED:
         figures["DeepGEMM H800 TFLOP/s"] = PUBLISHED[case.key]
     return dataclasses.replace(row, figures=figures)
-
-
-def programs() -> Iterator[children.Program]:
-    """Yields the program of every case."""
-    for table in _TABLES:
-        for name, case in cases(table).items():
-            yield f"{table}: {name}", *children.program_of(case)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ that make keys and values of a part of the heads: for all heads that takes as ma
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -33,7 +32,6 @@ from pallas_kernels.grouped import grouped_gemm_contiguous
 from pallas_kernels.mla import mosaic_ops
 from pallas_kernels.mla.schedule import REQUEST_OVERHEAD
 from tools.doctor.fast import scheduled
-from tools.doctor.rates import measure_case
 
 SPLITS = tuple((waves, overhead) for waves in (1, 2) for overhead in (1, 3, REQUEST_OVERHEAD, 8, 12))
 """How a decode step is cut into parts: (blocks per multiprocessor, one after the other; overhead of a request)."""
@@ -42,50 +40,53 @@ PREFILL_TILES = ((128, 2), (64, 4), (64, 2))
 TUNED = [Decode(heads, 1, 8192, variable=True) for heads in (128, 16)]
 """The shapes whose split is tuned: requests of unequal lengths."""
 _HALF = 128  # values of a head's own keys, and of its values
-type Make = Callable[[], Case]
 
 
 def main(report: Report) -> int:
-    rows = entries()
-    keys, measure = list(rows), lambda key, roofs: measure_case(rows[key](), roofs, Backend.MOSAIC)
-    return children.main(report, "benchmarks.gpu.mla", __doc__, keys, measure, programs)
+    return children.main(report, "benchmarks.gpu.mla", __doc__, entries(), compiled())
 
 
-def entries(backend: Backend = Backend.MOSAIC) -> dict[Key, Make]:
-    """Returns what makes the case of each row, what matters most first."""
+def entries() -> dict[Key, Case]:
+    """Returns the case of each row, what matters most first."""
     prefills = [Prefill.even(*shape) for shape in PREFILLS]
     contexts = [Prefill.even(*shape) for shape in CONTEXTS]
-    split = [
-        (f"{case.name()}, {waves} waves, overhead {overhead}",
-         functools.partial(scheduled, case, backend, waves=waves, request_overhead=overhead))
-        for case in TUNED for waves, overhead in SPLITS
-    ]  # fmt: skip
-    tiled = [
-        (f"{case.name()}, {tile[0]} keys, {tile[1]} stages", functools.partial(tiled_case, case, tile))
-        for case in prefills[1:3]
-        for tile in PREFILL_TILES
-    ]
-    tables: dict[str, list[tuple[str, Make]]] = {
-        "decode": [(case.name(), functools.partial(scheduled, case, backend)) for case in first_decodes()],
-        "prefill": [(case.name(), case.spans_case) for case in prefills],
-        "splits of decode": split,
-        "tiles of prefill": tiled,
-        "new tokens to cached ones, absorbed": [(case.name(), case.context_case) for case in contexts],
-        "new tokens to cached ones, materialized": [
-            (case.name(), functools.partial(materialized_case, case)) for case in contexts
-        ],
-        "more of decode": [(case.name(), functools.partial(scheduled, case, backend)) for case in other_decodes()],
-    }
-    return {(table, name): make for table, rows in tables.items() for name, make in rows}
-
-
-def other_decodes() -> list[Decode]:
-    """Returns the rest of FlashMLA's table."""
+    # The rest of FlashMLA's table.
     order = itertools.product((2, 1), (False, True), (4096, 8192, 16384, 32768), (128, 16))
-    return [case for s, v, n, h in order if (case := Decode(h, s, n, v)) not in first_decodes()]
+    others = [case for s, v, n, h in order if (case := Decode(h, s, n, v)) not in first_decodes()]
+    tables = {
+        "decode": [scheduled(case, Backend.MOSAIC) for case in first_decodes()],
+        "prefill": [case.spans_case() for case in prefills],
+        "splits of decode": [split_case(case, *split) for case in TUNED for split in SPLITS],
+        "tiles of prefill": [tiled_case(case, *tile) for case in prefills[1:3] for tile in PREFILL_TILES],
+        "new tokens to cached ones, absorbed": [case.context_case() for case in contexts],
+        "new tokens to cached ones, materialized": [materialized_case(case) for case in contexts],
+        "more of decode": [scheduled(case, Backend.MOSAIC) for case in others],
+    }
+    return {(table, case.name): case for table, cases in tables.items() for case in cases}
 
 
-def tiled_case(shape: Prefill, tile: tuple[int, int]) -> Case:
+def compiled() -> dict[Key, Case]:
+    """Returns a case for each kernel and tile that a run or another model needs."""
+    decodes = [Decode(heads, queries, 8192) for heads in (128, 16) for queries in (1, 2)]
+    decodes += [Decode(heads, 1, 8192, fp8=True) for heads in (128, 16)]
+    decodes += [case for case in edge_decodes() if case.latent != LATENT]
+    prompts, cached = Prefill.even(*PREFILLS[1]), Prefill.even(*CONTEXTS[0])
+    tables = {
+        "decode": [scheduled(case, Backend.MOSAIC) for case in decodes],
+        "prefill": [tiled_case(prompts, *tile) for tile in PREFILL_TILES],
+        "context": [cached.context_case()],
+        "materialized": [materialized_case(cached)],
+    }
+    return {(table, case.name): case for table, cases in tables.items() for case in cases}
+
+
+def split_case(shape: Decode, waves: int, overhead: int) -> Case:
+    """Returns decode attention under another cut of a step into parts."""
+    case = scheduled(shape, Backend.MOSAIC, waves=waves, request_overhead=overhead)
+    return dataclasses.replace(case, name=f"{case.name}, {waves} waves, overhead {overhead}")
+
+
+def tiled_case(shape: Prefill, keys: int, stages: int) -> Case:
     """Returns attention of new tokens under a tile of keys."""
     case = shape.spans_case()
 
@@ -93,10 +94,10 @@ def tiled_case(shape: Prefill, tile: tuple[int, int]) -> Case:
         if backend is not Backend.MOSAIC:
             return case.call(operands, i, backend)
         q, k, v, shared, starts, ends = operands
-        how = {"scale": SCALE, "key_block": tile[0], "stages": tile[1]}
+        how = {"scale": SCALE, "key_block": keys, "stages": stages}
         return named(mosaic_ops.prefill_spans_mosaic(q, k, shared, v, starts, ends, **how))
 
-    return dataclasses.replace(case, call=call)
+    return dataclasses.replace(case, name=f"{case.name}, {keys} keys, {stages} stages", call=call)
 
 
 def materialized_case(prefill: Prefill) -> Case:
@@ -121,19 +122,6 @@ def materialized_case(prefill: Prefill) -> Case:
     products = 2.0 * K * heads * LATENT * 2 * _HALF
     name, flops = f"{prefill.name()}, {heads} at once", attended.flops + products
     return dataclasses.replace(attended, name=name, operands=operands, call=call, flops=flops, poisoned=lambda o, i: o)
-
-
-def programs() -> Iterator[children.Program]:
-    """Yields a program for each kernel and tile that a run needs."""
-    narrow = [case for case in edge_decodes() if case.latent != LATENT]
-    decodes = {(c.heads, c.queries, c.fp8, c.latent): c for c in (*first_decodes(), *other_decodes(), *narrow)}
-    for case in decodes.values():
-        yield f"decode, {case.name()}", *children.program_of(scheduled(case, Backend.MOSAIC))
-    prompts, cached = Prefill.even(*PREFILLS[1]), Prefill.even(*CONTEXTS[0])
-    for tile in PREFILL_TILES:
-        yield f"prefill, {prompts.name()}, {tile}", *children.program_of(tiled_case(prompts, tile))
-    yield f"context, {cached.name()}", *children.program_of(cached.context_case())
-    yield f"materialized, {cached.name()}", *children.program_of(materialized_case(cached))
 
 
 if __name__ == "__main__":

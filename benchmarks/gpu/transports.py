@@ -15,7 +15,6 @@ import functools
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.instances import free_port
-from benchmarks.record import Cell, Report, arguments, run
+from benchmarks.record import Cell, Report, arguments, elapsed, run
 from pallas_kernels.float8 import E4M3
 from sharding.collectives import compiler_options, in_program_order, launch_in_order, resolve_overlap
 from sharding.experts.library_hop import LibraryHop
@@ -49,19 +48,18 @@ type Arrays = tuple[jax.Array, ...]
 
 def main(report: Report) -> int:
     args = arguments(__doc__, only=None, nodes=1, processes=1, seconds=120.0, process=int, port=int)
-    if args.processes > 1 and args.process is None:
-        rows: Iterator[list[Cell]] = _by_processes(args.processes, sys.argv[1:])
-    else:
-        if args.process is not None:
-            address = f"127.0.0.1:{args.port}"
-            jax.distributed.initialize(address, args.processes, args.process, local_device_ids=[args.process])
-        chosen = {TransportKind.RING, TransportKind(args.only)} if args.only else set(TransportKind)
-        kinds = [kind for kind in TransportKind if kind in chosen]
-        rows = measured(jax.devices(), args.nodes, kinds, args.seconds)
+    chosen = {TransportKind.RING, TransportKind(args.only)} if args.only else set(TransportKind)
+    kinds = sorted(chosen, key=[TransportKind.RING, *TransportKind].index)
     if args.process is not None:
-        for row in rows:
+        address = f"127.0.0.1:{args.port}"
+        jax.distributed.initialize(address, args.processes, args.process, local_device_ids=[args.process])
+        for row in measured(jax.devices(), args.nodes, kinds, args.seconds):
             print(json.dumps(row), flush=True)
         return 0
+    if args.processes > 1:
+        rows = _by_processes(args.processes, sys.argv[1:])
+    else:
+        rows = measured(jax.devices(), args.nodes, kinds, args.seconds)
     table = report.table("A layer's dispatch and combine by each transport", COLUMNS, rows)
     equal = [row[4] for row in table.rows if row[4] is not None]
     return 0 if equal and set(equal) == {"yes"} else 1
@@ -70,14 +68,14 @@ def main(report: Report) -> int:
 def measured(
     devices: Sequence[Any], nodes: int, kinds: Sequence[TransportKind], seconds: float
 ) -> Iterator[list[Cell]]:
-    """Yields a row for each phase and transport, ring first."""
+    """Yields a row for each phase and transport, of which the first is ring."""
     mesh = rank_mesh(devices, nodes)
     machine = Machine.from_mesh(mesh)
     launch_in_order(devices[0].platform)
     for phase, tokens in PHASES:
         arrays, wanted = batch(mesh, tokens), None
         head: list[Cell] = [phase, tokens, f"{machine.nodes} x {machine.gpus}"]
-        for kind in sorted(kinds, key=lambda kind: kind is not TransportKind.RING):
+        for kind in kinds:
             faulthandler.dump_traceback_later(seconds, exit=True)
             try:
                 layer = LayerRows.from_widths(tokens, TOP_K, HIDDEN, fp8_dispatch=True)
@@ -126,11 +124,7 @@ def timed(transport: Transport[Any], mesh: Mesh, arrays: Arrays, layers: int) ->
     program = jax.jit(layers_program(transport, mesh, layers)).lower(*arrays)
     compiled = program.compile(compiler_options(mesh.devices.flat[0].platform))
     sums, overflows = jax.block_until_ready(compiled(*arrays))
-    best = np.inf
-    for _ in range(_TIMED):
-        began = time.perf_counter()
-        jax.block_until_ready(compiled(*arrays))
-        best = min(best, time.perf_counter() - began)
+    best = min(elapsed(lambda: jax.block_until_ready(compiled(*arrays))) for _ in range(_TIMED))
     return best / layers, sums, int(jax.jit(jnp.sum)(overflows))
 
 

@@ -28,10 +28,10 @@ _TITLE = "Kernels of each operation: most registers, most KiB of shared memory"
 
 
 def main(report: Report) -> int:
-    given = arguments(__doc__, gpu=None, only="", processes=2)
+    given = arguments(__doc__, gpu=None, only="")
     kinds = [gpus.by_number(int(each)) for each in (given.gpu or "").split(",") if each] or list(gpus.KINDS)
     names = [name for name in checks.names(Backend.TRITON) if given.only in name]
-    with ProcessPoolExecutor(given.processes) as pool:
+    with ProcessPoolExecutor() as pool:
         cells = pool.map(_cell, *zip(*itertools.product(names, [kind.number for kind in kinds]), strict=True))
         lines = ([name, *itertools.islice(cells, len(kinds))] for name in names)
         table = report.table(_TITLE, ["kernel", *(kind.architecture for kind in kinds)], lines)

@@ -14,9 +14,7 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import serialize_executable
 
 from benchmarks.gpu import mla, triton_kernels
+from benchmarks.gpu.children import program_of
 from benchmarks.record import parser_of
 from configs.bundled import MODEL
 from configs.deepseek_v2 import DEEPSEEK_V2_LITE
@@ -50,18 +49,11 @@ MODELS = {
     "Kimi-K2-Thinking": KIMI_K2_THINKING,
 }
 """One of each family whose steps hold other kernels: V3.2 has sparse attention and FP8 pages, Kimi INT4 experts."""
-TRITON_GPUS = ("A100", "L40S", "B200")
+TRITON_GPUS = {"A100": 80, "L40S": 89, "B200": 100}
 _SYMBOLS = "MOSAIC_GPU_RUNTIME_LIB_PATH"
-_TOOL_SECONDS = 120
-_SAID = 300
-
-
-def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    """Returns a shape with its type."""
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-ints = functools.partial(array, dtype=jnp.int32)
+array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+type Cases = Iterator[tuple[str, Callable[[], Iterator[Row]]]]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,30 +63,26 @@ def main(arguments: list[str] | None = None) -> int:
     toolchain.prefer_own_ptxas()
     passed = True
     for name, rows in PARTS[part]():
-        for row in _tried(name, rows):
-            passed &= row.passed
-            print(json.dumps(row.as_json()), flush=True)
+        try:
+            for row in rows():
+                passed &= _print(row)
+        except aot.AotUnavailableError as error:
+            print(error, file=sys.stderr)
+            return 2
+        except Exception as error:  # the next case is tried
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            passed &= _print(Row(name, False, text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]}"))
     return 0 if passed else 1
 
 
-def _tried(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
-    """Yields the rows of a case, or one that says why there are none."""
-    try:
-        yield from rows()
-    except aot.AotUnavailableError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        yield Row(name, False, text if len(text) <= 2 * _SAID else f"{text[:_SAID]} ... {text[-_SAID:]}")
-
-
-type Cases = Iterator[tuple[str, Callable[[], Iterator[Row]]]]
+def _print(row: Row) -> bool:
+    print(json.dumps(row.as_json()), flush=True)
+    return row.passed
 
 
 def mosaic_kernels() -> Cases:
     """Yields attention with each of its plans, and programs of each operation, for an H200."""
-    programs = list(mla.programs())
+    programs = [(": ".join(key), *program_of(case)) for key, case in mla.compiled().items()]
     for operation in checks.names(Backend.MOSAIC):
         found = list(triton_kernels.programs(operation, Backend.MOSAIC))
         programs += [(f"{operation}, {name}", *program) for name, *program in found[:1] + found[1:][-2:]]
@@ -118,18 +106,19 @@ def triton_kernels_of(name: str) -> Cases:
 
 
 def _assembled(operation: str, name: str) -> Iterator[Row]:
-    for kernel in triton_kernels.kernels(operation, gpus.by_number(_number(aot.TARGETS[name])), few=True):
-        architecture = re.search(r"^\.target (\w+)", kernel.ptx, flags=re.MULTILINE)
-        assert architecture is not None, kernel.ptx[:300]
-        with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder) / "kernel.ptx"
-            source.write_text(kernel.ptx)
-            command = ["ptxas", "-v", "-arch", architecture[1], str(source), "-o", f"{folder}/kernel.cubin"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS)
-        if done.returncode:
-            raise RuntimeError(f"ptxas ended with {done.returncode}: {done.stdout + done.stderr}")
-        (resources,) = aot.parse_reports(done.stdout + done.stderr)
+    for kernel in triton_kernels.kernels(operation, gpus.by_number(TRITON_GPUS[name]), few=True):
+        (architecture,) = re.findall(r"^\.target (\w+)", kernel.ptx, flags=re.MULTILINE)
+        report = _ptxas("-v", "-arch", architecture, "/dev/stdin", "-o", "/dev/null", given=kernel.ptx)
+        (resources,) = aot.parse_reports(report)
         yield _row(f"{operation}, {name}: {kernel.name}", resources)
+
+
+def _ptxas(*arguments: str, given: str = "") -> str:
+    """Returns what the ptxas that kernels are assembled by says."""
+    done = subprocess.run(["ptxas", *arguments], input=given, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise RuntimeError(f"ptxas ended with {done.returncode}: {done.stdout + done.stderr}")
+    return done.stdout + done.stderr
 
 
 def steps(name: str) -> Cases:
@@ -156,76 +145,62 @@ def compiled_step(model: ModelConfig, phase: str, target: aot.GpuTarget) -> jax.
     alone = Deployment("alone", DEVICES["H200"], 1, gpus_per_node=1, decode_requests=64, expert_parallel=False)
     choice = {"form": AttentionForm.TOPK if cfg.index_layers else AttentionForm.ABSORBED}
     if phase == "prefill":
-        batch: Any = PrefillBatch(ints(1024), ints(1024), ints(9), ints(8), ints(8, 64), **choice)
+        batch: Any = PrefillBatch(ints((1024,)), ints((1024,)), ints((9,)), ints((8,)), ints((8, 64)), **choice)
     else:
-        batch = DecodeBatch(ints(64, 1), ints(64), ints(64, 64), **choice)
-    mesh = aot.gpu_mesh({"device": 1}, target=target)
-    backend = resolve_backend(mesh.devices.flat[0])
+        batch = DecodeBatch(ints((64, 1)), ints((64,)), ints((64, 64)), **choice)
     run = {"prefill": prefill, "decode": decode}[phase]
 
-    def step(params, batch, pages):
+    def step(backend, params, batch, pages):
         out = run(params, cfg, batch, pages, backend=backend)
         return out.hidden, out.pages
 
     pages = pool(cfg, FP8 if cfg.index_layers else "bfloat16", 4096)
-    with gpus.compiling_for(gpus.by_number(_number(target))):
-        return aot.compile_for(step, abstract_params(cfg, alone), batch, pages, mesh=mesh, donate_argnums=(2,))
+    return _compiled(step, abstract_params(cfg, alone), batch, pages, target=target, donated=2)
 
 
-def _number(target: aot.GpuTarget) -> int:
-    major, minor = target.compute_capability
-    return 10 * major + minor
+def _compiled(fn: Callable[..., Any], *arguments: Any, target: aot.GpuTarget, donated: int) -> jax.stages.Compiled:
+    """Compiles `fn(backend, *arguments)` with the kernels of a GPU's own backend."""
+    mesh = aot.gpu_mesh({"device": 1}, target=target)
+    device = mesh.devices.flat[0]
+    with gpus.compiling_for(gpus.target(device)):
+        fn = functools.partial(fn, resolve_backend(device))
+        return aot.compile_for(fn, *arguments, mesh=mesh, donate_argnums=(donated,))
 
 
 def executables() -> Cases:
     """Yields what a compiled program with kernels is as a file, and what that is linked with when it is loaded."""
-    named = ("mla_decode", "mla_combine", "mla_write"), ("combine", "write")
-    for backend, gpu, kernels in zip((Backend.MOSAIC, Backend.TRITON), ("H200", "A100"), named, strict=True):
-        case = f"a program with {backend.value} kernels as bytes"
-        yield case, functools.partial(_serialised, case, backend, gpu, kernels)
+    for gpu, kernels in (("H200", ("mla_decode", "mla_combine", "mla_write")), ("A100", ("combine", "write"))):
+        case = f"a program with kernels for {gpu} as bytes"
+        yield case, functools.partial(_serialised, case, gpu, kernels)
     yield "symbols of the host's part of Mosaic kernels", _linked
 
 
-def decode_program(backend: Backend) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns a program of two operations: new rows written to pages, and decode attention to them."""
-
-    def run(q, pages, rows, ids, offsets, table, lengths):
-        place = {"pages_per_layer": 64, "backend": backend}
-        pages = write_pages(pages, rows, ids, offsets, layer=0, **place)
-        return mla_decode(q, pages, table, lengths, scale=0.1, **place), pages
-
-    arrays = array(8, 1, 16, 576), array(128, 64, 576), array(8, 576)
-    return run, (*arrays, ints(8), ints(8), ints(8, 32), ints(8))
+def decode_step(backend: Backend, q, pages, rows, ids, offsets, table, lengths):
+    """Writes new rows to pages, and attends to them."""
+    place = {"pages_per_layer": 64, "backend": backend}
+    pages = write_pages(pages, rows, ids, offsets, layer=0, **place)
+    return mla_decode(q, pages, table, lengths, scale=0.1, **place), pages
 
 
-def _serialised(case: str, backend: Backend, gpu: str, kernels: tuple[str, ...]) -> Iterator[Row]:
+_MOSAIC_STEP = functools.partial(decode_step, Backend.MOSAIC)
+_SHAPES = *map(array, ((8, 1, 16, 576), (128, 64, 576), (8, 576))), *map(ints, ((8,), (8,), (8, 32), (8,)))
+
+
+def _serialised(case: str, gpu: str, kernels: tuple[str, ...]) -> Iterator[Row]:
     """Yields the size of an executable; it must hold the kernels, and no word of another ptxas (12 leaves none)."""
-    target = aot.TARGETS[gpu]
-    fn, arguments = decode_program(backend)
-    with gpus.compiling_for(gpus.by_number(_number(target))):
-        mesh = aot.gpu_mesh({"device": 1}, target=target)
-        compiled = aot.compile_for(fn, *arguments, mesh=mesh, donate_argnums=(1,))
+    compiled = _compiled(decode_step, *_SHAPES, target=aot.TARGETS[gpu], donated=1)
     executable = serialize_executable.serialize(compiled)[0]
     assembled = {found.decode() for found in re.findall(rb"tools, release (\d+\.\d+)", executable)}
-    own = ptxas_release()
+    own = re.findall(r"release (\d+\.\d+)", _ptxas("--version"))[0]
     wrong = [] if assembled <= {own} else [f"assembled by ptxas {sorted(assembled)}, and {own} is first on PATH"]
     if not any(kernel.encode() in executable for kernel in kernels):  # it is compressed: not every name is found
         wrong.append(f"none of {', '.join(kernels)} in it")
     yield Row(case, not wrong, "; ".join(wrong), {"bytes": len(executable)})
 
 
-def ptxas_release() -> str:
-    """Returns the release of the ptxas that kernels are assembled by: "13.0"."""
-    said = subprocess.run(["ptxas", "--version"], capture_output=True, text=True, timeout=_TOOL_SECONDS).stdout
-    found = re.search(r"release (\d+\.\d+)", said)
-    assert found is not None, said
-    return found[1]
-
-
 def _linked() -> Iterator[Row]:
     """Looks each symbol up in the library that jax names to its plugin, as that does."""
-    fn, arguments = decode_program(Backend.MOSAIC)
-    needed = aot.host_symbols(fn, *arguments)
+    needed = aot.host_symbols(_MOSAIC_STEP, *_SHAPES)
     library = ctypes.CDLL(os.environ[_SYMBOLS])
     missing = sorted(name for name in needed if not hasattr(library, name))
     wrong = f"{os.environ[_SYMBOLS]} has no {', '.join(missing)}" if missing else "" if needed else "none is needed"
@@ -234,8 +209,7 @@ def _linked() -> Iterator[Row]:
 
 def toy() -> Cases:
     """Yields one kernel, for a test of the machinery."""
-    fn, arguments = decode_program(Backend.MOSAIC)
-    yield "decode", functools.partial(_resources, "decode", fn, arguments)
+    yield "decode", functools.partial(_resources, "decode", _MOSAIC_STEP, _SHAPES)
 
 
 PARTS: dict[str, Callable[[], Cases]] = {

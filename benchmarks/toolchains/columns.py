@@ -1,29 +1,20 @@
-"""Columns of the matrix: a release of jax, one of its CUDA plugins and a ptxas, each in a folder of its own."""
+"""Columns of the matrix: a release of jax, one of its CUDA plugins and a ptxas, each in an environment of its own."""
 
 import dataclasses
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = (
-    "executables",
-    "mosaic",
-    *(f"steps-{gpu}" for gpu in ("H200", "A100", "L40S", "B200", "H100")),
-    *(f"triton-{gpu}" for gpu in ("A100", "L40S", "B200")),
-)
-"""What is run of a column, one process each: `cases.PARTS`."""
-_TOOLKITS = "/usr/local/cuda*"
 _SET_BY_US = ("LD_LIBRARY_PATH", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "CUDA_HOME", "CUDA_ROOT")
 _VARIED = re.compile(r"^(jax|jaxlib|nvidia|triton)\b")
 """Packages that a column chooses, or that follow from what it chooses; all others are those of constraints.txt."""
-_HIDE = 'n=$1; shift; while [ "$n" -gt 0 ]; do mount -t tmpfs none "$1"; shift; n=$((n-1)); done; exec "$@"'
+_HIDE = 'for cuda in /usr/local/cuda*; do [ ! -d "$cuda" ] || mount -t tmpfs none "$cuda" || exit 2; done; exec "$@"'
 
 
 class ToolchainsError(RuntimeError):
@@ -51,18 +42,6 @@ COLUMNS = tuple(
 """What a user can have: each extra with its pinned ptxas, with the newest of its CUDA, and with the oldest we take."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Toolchain:
-    """A column made ready: the Python of its environment, and the folder that NVIDIA's packages were unpacked in."""
-
-    python: Path
-    packages: Path | None
-
-
-HERE = Toolchain(Path(sys.executable), None)
-"""The environment that this process runs in, with the CUDA toolkits that the machine has."""
-
-
 def jax_bounds() -> dict[str, str]:
     """Returns what pip is asked for: the oldest jax that pyproject.toml takes, and the newest."""
     (bound,) = [found for found in _project()["dependencies"] if re.match(r"jax\b", found)]
@@ -72,54 +51,36 @@ def jax_bounds() -> dict[str, str]:
     return {"oldest": f"=={oldest[1]}", "newest": bound.removeprefix("jax")}
 
 
-def prepare(column: Column, folder: Path) -> Toolchain:
-    """Makes the environment of a column and unpacks its ptxas, where `folder` has them not yet. Raises ToolchainsError.
+def prepare(column: Column, folder: Path) -> Path:
+    """Returns the Python of a column's environment, which is made where `folder` has it not yet.
 
-    Columns of one jax and one extra share the environment, which is lent the ptxas of the last one prepared: a link
-    stands where pip would have put it. None of CUDA's libraries are installed, since nothing runs.
+    None of CUDA's libraries are installed, since nothing runs. Raises ToolchainsError.
     """
-    environment = folder / "environments" / f"{column.jax}-cuda{column.cuda}"
-    python = environment / "bin" / "python"
-    if not (environment / "ready").exists():
+    environment = folder / "environments" / column.name
+    python, ready = environment / "bin" / "python", environment / "ready"
+    if not ready.exists():
         _run([sys.executable, "-m", "venv", "--clear", str(environment)])
-        constraints = folder / "constraints.txt"
-        constraints.parent.mkdir(parents=True, exist_ok=True)
+        constraints = environment / "constraints.txt"
         lines = (ROOT / "constraints.txt").read_text().splitlines()
         constraints.write_text("\n".join(line for line in lines if not _VARIED.match(line)))
-        bound = jax_bounds()[column.jax]
+        jax, plugin = jax_bounds()[column.jax], f"jax-cuda{column.cuda}"
+        nvcc = ["nvidia-cuda-nvcc-cu12"] if column.cuda == 12 else ["nvidia-cuda-nvcc", "nvidia-nvvm"]
         wanted = [line for line in _project()["dependencies"] if not re.match(r"jax\b", line)]
         wanted += _project()["optional-dependencies"]["triton"]
-        wanted += [f"{package}{bound}" for package in ("jax", *_plugins(column))]
+        wanted += [f"{package}{jax}" for package in ("jax", f"{plugin}-plugin", f"{plugin}-pjrt")]
+        wanted += [f"{package}=={column.ptxas}.*" for package in nvcc]
         _run([str(python), "-m", "pip", "install", "--quiet", "--constraint", str(constraints), *wanted])
-        (environment / "ready").touch()
-    packages = folder / "ptxas" / column.ptxas
-    if not (packages / "ready").exists():
-        names = ["nvidia-cuda-nvcc-cu12"] if column.cuda == 12 else ["nvidia-cuda-nvcc", "nvidia-nvvm"]
-        exact = [f"{name}=={column.ptxas}.*" for name in names]
-        _run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages), *exact])
-        (packages / "ready").touch()
-    (site,) = environment.glob("lib/python*/site-packages")
-    (site / "nvidia").unlink(missing_ok=True)
-    (site / "nvidia").symlink_to(packages / "nvidia")
-    return Toolchain(python, packages)
+        ready.touch()
+    return python
 
 
-def command(toolchain: Toolchain, part: str) -> list[str]:
-    """Returns the command of a part in which the machine's own CUDA toolkits are empty folders, but for `HERE`.
+def command(python: Path, part: str) -> list[str]:
+    """Returns the command of a part, in which the machine's own CUDA toolkits are empty folders.
 
-    Raises ToolchainsError where they cannot be hidden: a private mount namespace needs root, or namespaces of users.
+    Its exit status is 2 where they cannot be hidden: a private mount namespace needs root, or namespaces of users.
     """
-    own = [str(toolchain.python), "-m", "benchmarks.toolchains.cases", part]
-    own = ["nice", "-n", "10", *own]
-    found = sorted({str(path.resolve()) for path in Path("/").glob(_TOOLKITS[1:]) if path.is_dir()})
-    if toolchain is HERE or not found:
-        return own
     private = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
-    hidden = [*private, "sh", "-c", _HIDE, "sh", str(len(found)), *found]
-    tried = subprocess.run([*hidden, "true"], capture_output=True, text=True)
-    if tried.returncode:
-        raise ToolchainsError(f"{', '.join(found)} cannot be hidden: {tried.stderr.strip()}; remove it, or run as root")
-    return [*hidden, *own]
+    return [*private, "sh", "-c", _HIDE, "sh", str(python), "-m", "benchmarks.toolchains.cases", part]
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -135,27 +96,19 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def versions(toolchain: Toolchain) -> dict[str, str]:
-    """Returns the versions of what a column varies, by package."""
-    code = (
-        "import json, importlib.metadata as m; "
-        "print(json.dumps({d.metadata['Name'].lower(): d.version for d in m.distributions()}))"
-    )
-    path = {**os.environ, "PYTHONPATH": str(toolchain.packages or "")}
-    found: Mapping[str, str] = json.loads(_run([str(toolchain.python), "-c", code], path))
-    return {name: version for name, version in sorted(found.items()) if _VARIED.match(name)}
-
-
-def _plugins(column: Column) -> tuple[str, str]:
-    return f"jax-cuda{column.cuda}-plugin", f"jax-cuda{column.cuda}-pjrt"
+def versions(python: Path) -> dict[str, str]:
+    """Returns the versions of jax and Triton in an environment."""
+    names = ("jax", "triton")
+    code = f"import importlib.metadata as m; print(*map(m.version, {names}))"
+    return dict(zip(names, _run([str(python), "-c", code]).split(), strict=True))
 
 
 def _project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def _run(words: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+def _run(words: Sequence[str]) -> str:
+    done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         raise ToolchainsError(f"{' '.join(words[:6])} ... ended with {done.returncode}: {done.stderr.strip()[-600:]}")
     return done.stdout

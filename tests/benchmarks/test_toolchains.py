@@ -2,69 +2,91 @@
 
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from benchmarks.record import Report
 from benchmarks.toolchains import __main__ as matrix
-from benchmarks.toolchains import columns, table
+from benchmarks.toolchains import columns
 from dsv3.processes.child import ChildResult
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "performance" / "toolchains.md").read_text()
+NAME = columns.COLUMNS[0].name
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> tuple[int, str]:
+    """Runs a part of the first column; returns the exit status and the tables."""
+    monkeypatch.setattr(sys, "argv", ["toolchains", str(folder), "--column", NAME, *arguments])
+    report = Report()
+    status = matrix.main(report)
+    return status, "\n".join(line for table in report.tables for line in table.lines())
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the environment that is there, with the CUDA toolkits that the machine has."""
+    monkeypatch.setattr(columns, "prepare", lambda *_: Path(sys.executable))
+    monkeypatch.setattr(
+        columns, "command", lambda python, part: [str(python), "-m", "benchmarks.toolchains.cases", part]
+    )
 
 
 @pytest.mark.aot
-def test_a_kernel_in_the_environment_that_is_there(tmp_path: Path) -> None:
-    """A process of its own compiles it; the page has its column, and a second run finds the result."""
-    assert matrix.main([str(tmp_path), "--here"]) == 0
-    results = json.loads((tmp_path / "results" / "here.json").read_text())
-    rows = results["parts"]["toy"]["rows"]
+@pytest.mark.usefixtures("here")
+def test_a_kernel_in_the_environment_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of its own compiles it; a second run finds the result."""
+    status, text = run(monkeypatch, tmp_path, "--part", "toy")
+    assert status == 0 and "| kernels compiled | 3 |" in text
+    rows = json.loads((tmp_path / "results" / f"{NAME}-toy.json").read_text())["rows"]
     assert {row["case"].split(": ")[1] for row in rows} == {"mla_combine", "mla_decode", "mla_write"}
     assert all(row["passed"] and 0 < row["figures"]["registers"] <= 255 for row in rows)
-    written = (tmp_path / "toolchains.md").stat().st_mtime_ns
-    assert matrix.main([str(tmp_path), "--here"]) == 0
-    assert (tmp_path / "toolchains.md").stat().st_mtime_ns == written
+    monkeypatch.setattr(matrix, "tried", None)
+    assert run(monkeypatch, tmp_path, "--part", "toy") == (0, text)
 
 
+@pytest.mark.usefixtures("here")
 def test_a_crash_costs_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = "noise\nF1124 16:01:28 load_ir_module.cc:29] no libdevice\n*** Check failure stack trace: ***"
     row = {"case": "decode: mla_decode", "passed": True, "says": "", "figures": {"registers": 168, "spilled": 72}}
     ended = ChildResult(-6, False, 1.0, "not a row\n" + json.dumps(row) + "\n", log)
     monkeypatch.setattr(matrix, "run_limited", lambda *_: ended)
-    assert matrix.main([str(tmp_path), "--here"]) == 1
-    (line,) = table.failures(json.loads((tmp_path / "results" / "here.json").read_text())["parts"]["toy"])
-    assert line == "ended by SIGABRT: F1124 16:01:28 load_ir_module.cc:29] no libdevice"
-    page = (tmp_path / "toolchains.md").read_text()
-    assert "| decode: mla_decode | 72 |" in page and f"- here: {line}" in page
+    status, text = run(monkeypatch, tmp_path, "--part", "mosaic")
+    assert status == 1 and "| decode: mla_decode | 72 |" in text and "1 of 1, not all ended" in text
+    assert f"| {NAME} |  | ended by SIGABRT: F1124 16:01:28 load_ir_module.cc:29] no libdevice |" in text
 
 
-def test_the_page_leaves_out_what_has_not_run() -> None:
+def test_the_tables_leave_out_what_has_not_run() -> None:
     kernel = {"case": "a", "passed": True, "says": "", "figures": {"registers": 1, "spilled": 8}}
-    part = {"rows": [kernel], "crashed": "", "seconds": 1, "commit": "c"}
-    versions = {"jax": "0.12.0.1", "triton": "3.9.0"}
+    part = {"rows": [kernel], "crashed": "", "commit": "c", "versions": {"jax": "0.12.0.1", "triton": "3.9.0"}}
     other = {**part, "rows": [{**kernel, "case": "b", "figures": {"registers": 1, "spilled": 0}}]}
-    results = {
-        "one": {"versions": versions, "parts": {"mosaic": part}},
-        "two": {"versions": versions, "parts": {"mosaic": other}},
-    }
-    page = table.page(results)
-    assert "| a | 8 | not run |" in page and "| b |" not in page
-    assert "| one | 0.12.0.1 | 3.9.0 | c | 1 of 1; not run: triton-A100, " in page and "| not run | not run |" in page
-    assert "Nothing failed." in page
+    report = Report()
+    assert not matrix.tabulate(report, {"one": {"mosaic": part}, "two": {"mosaic": other}})
+    text = "\n".join(line for table in report.tables for line in table.lines())
+    assert "| a | 8 | not run |" in text and "| b |" not in text
+    assert "| one | 0.12.0.1 | 3.9.0 | c | 1 of 1; not run: triton-A100, " in text and "| not run | not run |" in text
 
 
-def test_the_folder_lies_outside_of_the_tree(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_lies_outside_of_the_tree(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     with pytest.raises(SystemExit):
-        matrix.main([str(ROOT / "build" / "toolchains")])
+        run(monkeypatch, ROOT / "build" / "toolchains")
     assert "inside of the repository" in capsys.readouterr().err
 
 
-def test_a_package_that_pip_does_not_find_costs_its_column(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(columns.sys, "executable", "/bin/false")
-    assert matrix.main([str(tmp_path), "--column", columns.COLUMNS[0].name, "--part", "mosaic"]) == 2
-    assert f"{columns.COLUMNS[0].name}, mosaic: /bin/false -m venv" in capsys.readouterr().err
+def test_what_cannot_be_tried_costs_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """pip finds no package; or a part compiles nothing, as where the machine's CUDA toolkit cannot be hidden."""
+    with monkeypatch.context() as patched:
+        patched.setattr(columns.sys, "executable", "/bin/false")
+        assert run(patched, tmp_path, "--part", "mosaic") == (2, "")
+    assert f"{NAME}, mosaic: /bin/false -m venv" in capsys.readouterr().err
+    monkeypatch.setattr(columns, "prepare", lambda *_: Path(sys.executable))
+    ended = ChildResult(2, False, 1.0, "", "mount: /usr/local/cuda: permission denied")
+    monkeypatch.setattr(matrix, "run_limited", lambda *_: ended)
+    assert run(monkeypatch, tmp_path, "--part", "mosaic") == (2, "")
+    assert f"{NAME}, mosaic: mount: /usr/local/cuda" in capsys.readouterr().err
 
 
 def test_no_part_finds_another_ptxas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,7 @@ from benchmarks.record import Report
 from pallas_kernels.checks import Row
 from pallas_kernels.checks.case import ContextLostError
 
-def measure(key, roofs):
-    table, name = key
+def measure(name, roofs, backend):
     if name == "raises": raise ValueError("no such kernel")
     if name == "hangs": time.sleep(600)
     if name == "kills": os.kill(os.getpid(), signal.SIGSEGV)
@@ -28,7 +27,9 @@ def measure(key, roofs):
     return Row("", True, "", {"us": 2.0 * roofs["rate"], "process": os.getpid()})
 
 children.roofs_here = lambda: Row("roofs", True, "a fake", {"rate": 3.0})
-sys.exit(children.main(Report(), "a file", "fake", [], measure, lambda: iter(())))
+names = ("good", "raises", "kills", "after", "lies", "loses", "hangs", "last")
+cases = {**{("table", name): name for name in names}, ("other", "row"): "row"}
+sys.exit(children.main(Report(), "a file", "fake", cases, {}, measure))
 """
 
 

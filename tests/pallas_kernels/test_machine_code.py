@@ -8,6 +8,7 @@ from benchmarks.gpu import machine_code
 from benchmarks.gpu.sass import ceilings, counts, disassembly, kernels, listed, loops, model
 from benchmarks.gpu.sass.model import Link, Load, Protocol, Role
 from benchmarks.record import Report
+from pallas_kernels.gemm.plan import TilePlan
 
 NO_SCOREBOARD = 7
 
@@ -87,17 +88,16 @@ def test_a_kernel_without_products_has_no_main_loop():
     assert loops.main_loops(function(".L_a:", "IADD3 R1, R1, 1, RZ", "@P0 BRA `(.L_a)", "EXIT")) == []
 
 
-def test_work_of_a_path():
+def test_resources_of_a_path():
     path = function(
         (PRODUCT, upper(3)), "HGMMA.64x64x16.F32.BF16 R8, R4, gdesc[UR8], R8", "STSM.16.M88.4 [R2], R4", "LDS R2, [R3]",
         "IMAD.MOV.U32 R1, RZ, RZ, R2", "MUFU.EX2 R1, R1", "R2UR UR4, R2", "F2FP.BF16.F32.PACK_AB R1, R2, R3", "WEIRD",
     ).instructions  # fmt: skip
-    work = counts.work(path)
-    assert (work.instructions, work.exp2) == (9, 1)
-    assert work.tensor_cycles == 128 + 32
-    assert work.operand_bytes == (2048 + 8192) + 2048  # the second one's left operand comes from registers
-    assert work.shared_bytes == 4 * (512 + 128)
-    assert (work + work).instructions == 18
+    operands = (2048 + 8192) + 2048  # the second one's left operand comes from registers
+    stored_and_loaded = 4 * (512 + 128)
+    assert counts.resources(path) == {
+        "tensor core": 128 + 32, "shared memory": (operands + stored_and_loaded) / 128, "issue": 9, "exp2": 8
+    }  # fmt: skip
 
 
 def loop(*lines):
@@ -105,7 +105,7 @@ def loop(*lines):
 
 
 STEP = loop(WAIT, PRODUCT, DONE, ARRIVE, "BRA `(.L_a)")
-RING = Protocol((Role(("full",), ("empty",)),) * 2, (Load("full", "empty", 1000),), 4, {"empty": 2})
+RING = Protocol((Role(("full",), ("empty",)),) * 2, (Load("full", "empty", 1000, 1000),), 4, {"empty": 2})
 
 
 def test_two_warpgroups_hide_each_others_latencies_behind_the_tensor_core():
@@ -164,8 +164,7 @@ def test_tables_name_bounds_and_others(monkeypatch):
     """Builds the tables from a small loop in place of a compiled kernel's."""
     kernel = dataclasses.replace(kernels.dense(4096, 2112, 7168, "DeepGEMM dense 128x192"), protocol=RING)
     run = model.simulate([STEP], RING, Link(100, 40))
-    resources = machine_code.aot.KernelResources("fp8_dense", 168, 0, 0, "")
-    reading = machine_code.Reading(kernel, resources, "232/40", (counts.work(STEP),), {kernels.FAST: (run, run)})
+    reading = machine_code.Reading(kernel, 0, "232/40", [STEP], {kernels.FAST: (run, run)})
     assert max(reading.bounds(), key=reading.bounds().__getitem__) == "tensor core"
     report = Report()
     machine_code.tabulate(report, [reading])
@@ -203,16 +202,19 @@ def test_every_other_loop_is_one_of_the_stored():
 
 
 def test_the_ceiling_of_a_product_counts_its_last_wave_and_what_binds():
-    shape, tall = ceilings.Shape("dense", 1, 4096, 4096, 7168), ceilings.Tiling(256, 128, cluster_n=2)
+    shape, tall = ceilings.Shape("dense", 1, 4096, 4096, 7168), TilePlan(True, 256, 128, cluster=2)
     filled = 512 / (4 * 132)  # 512 tiles in four waves
     assert ceilings.ceiling(shape, tall, ours=False, shared_memory=False) == pytest.approx(filled)
     assert ceilings.ceiling(shape, tall, ours=False) == pytest.approx(filled * 1024 / 1160)
-    alone = ceilings.Tiling(256, 128)  # 50,176 bytes of a step at 40 per cycle
+    alone = TilePlan(True, 256, 128)  # 50,176 bytes of a step at 40 per cycle
     assert ceilings.ceiling(shape, alone, ours=False) == pytest.approx(filled * 1024 / (50176 / 40))
 
 
 def test_pairs_of_two_groups_share_activations_where_deepgemm_shares_nothing():
-    shape, tiling = ceilings.Shape("contiguous", 32, 128, 7168, 2048), ceilings.Tiling(128, 192, cluster_m=2)
+    shape, tiling = (
+        ceilings.Shape("contiguous", 32, 128, 7168, 2048),
+        TilePlan(True, 128, 192, cluster=2, shares_weights=True),
+    )
     ours, theirs = (ceilings.ceiling(shape, tiling, ours=side, shared_memory=False) for side in (True, False))
     assert ours > 1.1 * theirs
 

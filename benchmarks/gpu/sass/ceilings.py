@@ -10,15 +10,12 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from benchmarks.gpu.sass.model import assumed
+from benchmarks.gpu.sass.counts import assumed
 from pallas_kernels.gemm.plan import WIDE_TILE_M, TilePlan, plan_contiguous, plan_dense
-from pallas_kernels.gemm.shapes import CONTIGUOUS_GROUPS, DENSE_NK, EXPERT_NK, OTHER_NK
 from pallas_kernels.grouped import aligned_rows
 from pallas_kernels.mosaic import NUM_SMS
 
 HEAD = ("product", "our tile", "DeepGEMM's", "ours", "DeepGEMM's", "ratio", "ratio, shared memory not counted")
-MASKED_GROUPS = ((1, 1024), (2, 512), (4, 256), (6, 1024), (32, 192))
-"""(groups, expected rows of each) in DeepGEMM's table and tests of the masked form."""
 _DRAWS = 50
 _VALUES_PER_CYCLE = 32
 """Values of a result for which the tensor cores multiply 128 of K in a cycle."""
@@ -47,74 +44,50 @@ class Shape:
         return [[int(self.rows * drawn.uniform(0.7, 1.3)) for _ in range(self.groups)] for _ in range(_DRAWS)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """Tiles of a block, and what a cluster of two shares: neighbors along M the weights, along N the activations."""
-
-    rows: int
-    columns: int
-    cluster_m: int = 1
-    cluster_n: int = 1
-
-    def __str__(self) -> str:
-        shared = "weights" if self.cluster_m > 1 else "activations" if self.cluster_n > 1 else ""
-        return f"{self.rows}x{self.columns}{', ' * bool(shared)}{shared}"
-
-    def step_cycles(self, x_readers: int, w_readers: int, shared_memory: bool) -> float:
-        """Returns the least cycles of a step of 128 of K, whose operands so many blocks share."""
-        products = 4 * math.ceil(self.rows / 64)
-        x, w = self.rows * (128 + 4), self.columns * 128
-        operands = products * (64 + self.columns) * 32
-        port = (operands + x + w) / assumed("shared memory") if shared_memory else 0
-        return max(products * self.columns / 2, port, (x / x_readers + w / w_readers) / assumed("L2 to multiprocessor"))
-
-
-def shapes() -> Iterator[Shape]:
-    """Lists the shapes of many rows that DeepGEMM times: for few, memory and latency count, not ceilings."""
-    yield from (Shape("dense", 1, 4096, n, k) for n, k in DENSE_NK)
-    for kind, groups, sizes in (
-        ("contiguous", CONTIGUOUS_GROUPS, (*EXPERT_NK, *OTHER_NK)),
-        ("masked", MASKED_GROUPS, EXPERT_NK),
-    ):
-        yield from (Shape(kind, *group, n, k) for group in groups for n, k in sizes)
-
-
-def our_tiling(shape: Shape) -> Tiling:
+def our_plan(shape: Shape) -> TilePlan:
     """Returns what we take. What DeepGEMM computes in its masked form is a contiguous product with room for twice."""
     total = shape.groups * shape.rows
     if shape.kind == "dense":
-        plan = plan_dense(total, shape.n, shape.k, 1)
-    else:
-        room = total if shape.kind == "contiguous" else aligned_rows(2 * total, shape.groups, WIDE_TILE_M)
-        plan = _pairs(plan_contiguous(room, WIDE_TILE_M, shape.n, shape.k, 1))
-    return Tiling(plan.tile_m, plan.tile_n, plan.cluster_m, plan.cluster_n)
+        return plan_dense(total, shape.n, shape.k, 1)
+    room = total if shape.kind == "contiguous" else aligned_rows(2 * total, shape.groups, WIDE_TILE_M)
+    plan = plan_contiguous(room, WIDE_TILE_M, shape.n, shape.k, 1)
+    return dataclasses.replace(plan, shares_weights=True)  # where both tiles of a cluster have one group
 
 
-def _pairs(plan: TilePlan) -> TilePlan:
-    return dataclasses.replace(plan, shares_weights=plan.cluster > 1)
+def _shown(plan: TilePlan) -> str:
+    shared = ", weights" if plan.cluster_m > 1 else ", activations" if plan.cluster_n > 1 else ""
+    return f"{plan.tile_m}x{plan.tile_n}{shared}"
 
 
-def ceiling(shape: Shape, tiling: Tiling, *, ours: bool, shared_memory: bool = True) -> float:
+def step_cycles(plan: TilePlan, x_readers: int, w_readers: int, shared_memory: bool) -> float:
+    """Returns the least cycles of a step of 128 of K, whose operands so many blocks share."""
+    products = 4 * math.ceil(plan.tile_m / 64)
+    x, w = plan.tile_m * (128 + 4), plan.tile_n * 128
+    operands = products * (64 + plan.tile_n) * 32
+    port = (operands + x + w) / assumed("shared memory") if shared_memory else 0
+    return max(products * plan.tile_n / 2, port, (x / x_readers + w / w_readers) / assumed("L2 to multiprocessor"))
+
+
+def ceiling(shape: Shape, plan: TilePlan, *, ours: bool, shared_memory: bool = True) -> float:
     """Returns the share of the tensor core's rate, as a mean over draws."""
     useful, taken = 0.0, 0.0
     for counts in shape.draws():
-        steps = _steps(shape, tiling, counts, ours)
-        waves = math.ceil(sum(blocks for blocks, _, _ in steps) / NUM_SMS)
+        steps = _steps(shape, plan, counts, ours)
         blocks = sum(blocks for blocks, _, _ in steps)
-        mean = sum(b * tiling.step_cycles(x, w, shared_memory) for b, x, w in steps) / blocks
+        mean = sum(b * step_cycles(plan, x, w, shared_memory) for b, x, w in steps) / blocks
         useful += sum(counts) * shape.n / _VALUES_PER_CYCLE
-        taken += waves * NUM_SMS * mean
+        taken += math.ceil(blocks / NUM_SMS) * NUM_SMS * mean
     return useful / taken
 
 
-def _steps(shape: Shape, tiling: Tiling, counts: Sequence[int], ours: bool) -> list[tuple[int, int, int]]:
+def _steps(shape: Shape, plan: TilePlan, counts: Sequence[int], ours: bool) -> list[tuple[int, int, int]]:
     """Returns (blocks, readers of their activations, readers of their weights) of a product's tiles."""
-    columns = math.ceil(shape.n / tiling.columns)
+    columns = math.ceil(shape.n / plan.tile_n)
     even = columns + columns % 2
-    tiles = [group for group, rows in enumerate(counts) for _ in range(math.ceil(rows / tiling.rows))]
-    if tiling.cluster_n > 1:
+    tiles = [group for group, rows in enumerate(counts) for _ in range(math.ceil(rows / plan.tile_m))]
+    if plan.cluster_n > 1:
         return [(len(tiles) * even, 2, 1)]
-    if tiling.cluster_m == 1:
+    if plan.cluster_m == 1:
         return [(len(tiles) * columns, 1, 1)]
     if shape.kind == "masked" and not ours:  # pairs within a group
         alone = sum(tiles.count(group) % 2 for group in set(tiles))
@@ -127,11 +100,17 @@ def _steps(shape: Shape, tiling: Tiling, counts: Sequence[int], ours: bool) -> l
 
 
 def rows(others: Sequence[Sequence]) -> Iterator[tuple]:
-    """Yields the rows of a table under `HEAD`; `others` are DeepGEMM's tiles by shape."""
-    theirs = {Shape(*row[:5]): Tiling(*row[5:]) for row in others}
-    for shape in shapes():
-        sides = ((our_tiling(shape), True), (theirs[shape], False))
-        found = [[ceiling(shape, t, ours=ours, shared_memory=port) for t, ours in sides] for port in (True, False)]
+    """Yields the rows of a table under `HEAD`.
+
+    `others` are DeepGEMM's tiles for the shapes of many rows that it times: for few, memory and latency count.
+    """
+    for *product, tile_m, tile_n, cluster_m, cluster_n in others:
+        shape = Shape(*product)
+        theirs = TilePlan(True, tile_m, tile_n, cluster=max(cluster_m, cluster_n), shares_weights=cluster_m > 1)
+        sides = ((our_plan(shape), True), (theirs, False))
+        found = [
+            [ceiling(shape, plan, ours=ours, shared_memory=port) for plan, ours in sides] for port in (True, False)
+        ]
         (ours, other), (ours_without, other_without) = found
         ratios = f"{ours / other:.2f}", f"{ours_without / other_without:.2f}"
-        yield (shape.name, *(str(t) for t, _ in sides), f"{ours:.0%}", f"{other:.0%}", *ratios)
+        yield (shape.name, *(_shown(plan) for plan, _ in sides), f"{ours:.0%}", f"{other:.0%}", *ratios)

@@ -1,11 +1,41 @@
-"""What a loop asks of each resource of a multiprocessor."""
+"""What a loop asks of each resource of a multiprocessor, and what is assumed of these."""
 
-import dataclasses
+import collections
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks.gpu.sass.disassembly import Instruction
-from benchmarks.gpu.sass.loops import is_product
+from benchmarks.gpu.sass.loops import is_product, is_wait
+
+_GUIDE = "CUDA programming guide, throughput of cc 9.0"
+ASSUMPTIONS: Mapping[str, tuple[float, str, str]] = {
+    "SHFL": (23, "cycles", "assumed"),
+    "LDSM": (33, "cycles", "assumed"),
+    "LDS": (29, "cycles", "assumed"),
+    "STSM": (18, "cycles", "assumed"),
+    "STS": (14, "cycles", "assumed"),
+    "MUFU": (18, "cycles", "assumed"),
+    "LDG": (280, "cycles", "assumed: a hit in the L2 cache, as pages asked for ahead are; 38 in the L1 cache"),
+    "LDC": (30, "cycles", "assumed"),
+    "MEMBAR": (30, "cycles", "assumed"),
+    "FENCE": (30, "cycles", "assumed"),
+    "R2UR": (12, "cycles", "assumed"),
+    "UTMA": (20, "cycles", "assumed"),
+    "other": (14, "cycles", "assumed: any other instruction with a scoreboard"),
+    "operands read": (10, "cycles", "assumed: until an instruction's operands may be overwritten"),
+    "barrier of a warpgroup": (20, "cycles", "assumed"),
+    "mbarrier": (22, "cycles", "assumed: a successful try"),
+    "wgmma drain": (30, "cycles", "assumed: from the last product to its result"),
+    "producer": (60, "cycles", "assumed: from a stage's release to the TMA instruction"),
+    "another block": (260, "cycles", "180 to 213 are published; and the producer of the other block"),
+    "exp2 per warp": (8, "cycles", f"{_GUIDE}: 16 per cycle"),
+    "shared memory": (128, "bytes per cycle", f"{_GUIDE}; one port for operands, TMA and stores"),
+    "TMA latency": (700, "cycles", "calibrated with FlashMLA's published rate"),
+    "L2 to multiprocessor": (40, "bytes per cycle", "as above; DeepGEMM's heuristic says 46.6"),
+    "memory of an H200": (19.9, "bytes per cycle", "4.8 TB/s, 132 multiprocessors at 1.83 GHz"),
+    "latency of memory": (900, "cycles", "assumed"),
+}
+"""What the model takes as given: value, unit and source. Names in capitals begin opcodes."""
 
 _SHAPE = re.compile(r"\.64x(\d+)x\d+")
 _STEP_BYTES = 32
@@ -18,41 +48,22 @@ WARPS = 4
 _GLOBAL = re.compile(r"LDG|LD\.|STG|ATOM|RED")
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """One warp's pass through a loop, or several added up.
-
-    Attributes:
-      instructions: issued by the warp.
-      exp2: of these, exponentials.
-      tensor_cycles: of the tensor core, for the warpgroup's products.
-      operand_bytes: shared memory that the warpgroup's products read.
-      shared_bytes: what the four warps load from shared memory and store to it otherwise.
-      global_bytes: what the four warps load from global memory to registers.
-    """
-
-    instructions: int
-    exp2: int
-    tensor_cycles: float
-    operand_bytes: int
-    shared_bytes: int
-    global_bytes: int
-
-    def __add__(self, other: "Work") -> "Work":
-        return Work(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+def assumed(name: str) -> float:
+    """Returns the value of an assumption."""
+    return ASSUMPTIONS[name][0]
 
 
-def work(path: Sequence[Instruction]) -> Work:
-    """Adds up one pass along a path."""
+def resources(path: Sequence[Instruction]) -> collections.Counter[str]:
+    """Returns the cycles that one pass of a warpgroup along a path takes of each resource at least."""
     products = list(filter(is_product, path))
-    return Work(
-        instructions=len(path),
-        exp2=sum(instruction.op.startswith("MUFU") for instruction in path),
-        tensor_cycles=sum(map(tensor_cycles, products)),
-        operand_bytes=sum(map(_operand_bytes, products)),
-        shared_bytes=WARPS * sum(map(_shared_bytes, path)),
-        global_bytes=WARPS * sum(map(global_bytes, filter(is_global, path))),
-    )
+    port = sum(map(_operand_bytes, products)) + WARPS * sum(map(_shared_bytes, path))
+    cycles = {
+        "tensor core": sum(map(tensor_cycles, products)),
+        "shared memory": port / assumed("shared memory"),
+        "issue": len(path),
+        "exp2": assumed("exp2 per warp") * sum(instruction.op.startswith("MUFU") for instruction in path),
+    }
+    return collections.Counter(cycles)
 
 
 def is_global(instruction: Instruction) -> bool:
@@ -89,18 +100,32 @@ def _operand_bytes(product: Instruction) -> int:
 
 
 def global_bytes(instruction: Instruction) -> int:
-    """Returns the bytes that a warp's load from global memory brings.
+    """Returns the bytes that a load of four warps from global memory brings.
 
     Lanes that load 4 bytes read page numbers and scales, many the same: that is taken to be one sector.
     """
-    return 32 * next((size // 8 for size in (128, 64) if f".{size}" in instruction.op), 1)
+    return WARPS * 32 * next((size // 8 for size in (128, 64) if f".{size}" in instruction.op), 1)
 
 
 def _shared_bytes(instruction: Instruction) -> int:
-    """Counts the bytes that a warp's load or store moves; a matrix store of x4 moves 512."""
+    """Counts the bytes that a warp's load, store or copy moves; a matrix store of x4 moves 512."""
     op = instruction.op
     if op.startswith(("STSM", "LDSM")):
         return 128 * next((n for n in (4, 2) if f".{n}" in op or f"x{n}" in op), 1)
+    if op.startswith("LDGSTS"):
+        return global_bytes(instruction) // WARPS
     if op.startswith(("LDS", "STS")):
         return 32 * next((size // 8 for size in (128, 64) if f".{size}" in op), 4)
     return 0
+
+
+def product_cycles(product: Instruction) -> float:
+    """Returns the tensor core's cycles, or those of reading operands from shared memory where that takes longer."""
+    n = columns(product)
+    return tensor_cycles(product) if left_in_registers(product) else max(n / 2, 16 + n / 4)
+
+
+def latency(instruction: Instruction) -> float:
+    """Returns the cycles until an instruction's scoreboard is released, where nothing else is in the way."""
+    name = "mbarrier" if is_wait(instruction) else "LDG" if is_global(instruction) else instruction.op
+    return next((value for known, (value, _, _) in ASSUMPTIONS.items() if name.startswith(known)), assumed("other"))

@@ -60,11 +60,9 @@ class Function:
 
 def assemble(ptx: str) -> Function:
     """Assembles a module's PTX for sm_90a and reads its one kernel back; raises ToolMissingError, or as `parse`."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        source.write_text(ptx)
-        _run(tool("ptxas"), "-O3", "-arch=sm_90a", str(source), "-o", str(cubin))
-        return parse(_run(tool("nvdisasm"), "-hex", "-c", str(cubin)))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        _run(tool("ptxas"), "-O3", "-arch=sm_90a", "/dev/stdin", "-o", cubin.name, given=ptx)
+        return parse(_run(tool("nvdisasm"), "-hex", "-c", cubin.name))
 
 
 def tool(name: str) -> str:
@@ -99,8 +97,8 @@ def _decoded(predicate: str | None, op: str, args: str, upper: int) -> Instructi
     return Instruction(op, args, predicate, target[1] if target else None, control & 15, sets, (control >> 11) & 63)
 
 
-def _run(*command: str) -> str:
-    result = subprocess.run(command, capture_output=True, text=True)
+def _run(*command: str, given: str = "") -> str:
+    result = subprocess.run(command, input=given, capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(f"{Path(command[0]).name} failed: {result.stderr[-2000:]}")
     return result.stdout

@@ -5,18 +5,16 @@ model knows the latency of neither. Bounds are of 64 rows of a query's list and 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from benchmarks.gpu.children import Program
+from benchmarks.gpu.children import program_of
 from benchmarks.gpu.sass import counts, disassembly, loops
+from benchmarks.gpu.sass.counts import assumed
 from benchmarks.gpu.sass.disassembly import Instruction
-from benchmarks.gpu.sass.model import ModelError, assumed
-from benchmarks.gpu.triton_kernels import programs
+from benchmarks.gpu.sass.model import ModelError
 from pallas_kernels import gpus
 from pallas_kernels.backend import Backend
+from pallas_kernels.checks import Case
+from pallas_kernels.checks.compressed import ENTRIES, attend_case
 from pallas_kernels.triton.resources import compile_kernel, traced_kernels
 
 HEAD = ("kernel", "products", "KiB from the L2 cache", "tensor core", "shared memory", "issue", "exp2", "L2")
@@ -25,38 +23,33 @@ _SIDE = 64
 _THEIRS = "FlashMLA decode"
 
 
-def cases() -> dict[str, Program]:
+def cases() -> dict[str, Case]:
     """Returns attention with 64 and 128 heads to the rows of each type, by name."""
-    found: dict[str, Program] = {}
-    for _, attend, arrays in programs("attend_compressed", Backend.TRITON):
-        kind = "FP8" if _own(arrays).dtype.itemsize == 1 else "bfloat16"
-        heads = next(array.shape[1] for array in jax.tree.leaves(arrays) if array.dtype == jnp.float32)  # the sink
-        found.setdefault(f"window and entries, {heads} heads, {kind} rows", (attend, arrays))
-    return found
+    kinds = {"bfloat16": False, "FP8": True}
+    return {
+        f"window and entries, {heads} heads, {kind} rows": attend_case(entries, heads, fp8)
+        for kind, fp8 in kinds.items()
+        for entries, heads in ENTRIES[:2]
+    }
 
 
-def _own(arrays: Any) -> jax.ShapeDtypeStruct:
-    """Returns the rows of the step's own tokens."""
-    return next(array for array in jax.tree.leaves(arrays) if array.ndim == 2 and array.dtype.itemsize < 4)
-
-
-def rows(programs: Mapping[str, Program], others: dict) -> Iterator[tuple]:
-    """Yields a row of the table for each program, compiled for sm_90, and FlashMLA's dense loop at the end.
+def rows(cases: Mapping[str, Case], others: dict) -> Iterator[tuple]:
+    """Yields a row of the table for each case, compiled for sm_90, and FlashMLA's dense loop at the end.
 
     Raises:
       ToolMissingError: something of the `aot` extra is missing.
       ModelError: a kernel has not one main loop.
     """
     gpu = gpus.by_number(90)
-    for name, (attend, arrays) in programs.items():
+    for name, case in cases.items():
+        attend, arrays = program_of(case, Backend.TRITON)
         (traced,) = traced_kernels(attend, *arrays, gpu=gpu)
         compiled = compile_kernel(traced, gpu)
         paths = loops.main_loops(disassembly.assemble(compiled.ptx))
         if len(paths) != 1:
             raise ModelError(f"{name} has {len(paths)} main loops")
-        heads, listed = (traced.constants[block] for block in ("BLOCK_H", "BLOCK_N"))
-        row_bytes = _own(arrays).shape[-1] * _own(arrays).dtype.itemsize
-        yield (name, *bounds(paths[0], compiled.warps, heads, listed, row_bytes))
+        heads, listed, own = traced.constants["BLOCK_H"], traced.constants["BLOCK_N"], arrays[0]["own"]
+        yield (name, *bounds(paths[0], compiled.warps, heads, listed, own.shape[-1] * own.dtype.itemsize))
     theirs = others["loops"][_THEIRS]["bounds"]  # of two pages of 64 tokens
     halves = [theirs[name] / 2 for name in HEAD[3:]]
     fetched = halves[-1] * assumed("L2 to multiprocessor") / 1024
@@ -65,12 +58,9 @@ def rows(programs: Mapping[str, Program], others: dict) -> Iterator[tuple]:
 
 def bounds(path: Sequence[Instruction], warps: int, heads: int, listed: int, row_bytes: int) -> tuple[float, ...]:
     """Returns the cells of a loop of which a pass is `listed` rows for `heads` heads, as `HEAD` names them."""
-    groups, passes = warps / counts.WARPS, _SIDE / heads * _SIDE / listed
-    work = counts.work(path)
-    copied = sum(counts.global_bytes(i) for i in path if i.op.startswith("LDGSTS")) * counts.WARPS
+    passes = _SIDE / heads * _SIDE / listed
     fetched = listed * row_bytes * passes
     products = sum(map(loops.is_product, path)) * warps * passes
-    port = (work.operand_bytes + work.shared_bytes + copied) / assumed("shared memory")
-    exp2 = work.exp2 * assumed("exp2 per warp")
-    of_groups = (each * groups * passes for each in (work.tensor_cycles, port, work.instructions, exp2))
+    found = counts.resources(path)
+    of_groups = (found[name] * warps / counts.WARPS * passes for name in HEAD[3:7])
     return (products, fetched / 1024, *of_groups, fetched / assumed("L2 to multiprocessor"))

@@ -107,7 +107,6 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
             "SIZES": checkpoint.SIZES | {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256},
         },
     ),
-    ("cluster_send", "--ranks 4 --rows 4 --followers 1 --steps 2", {}),
     (
         "cpu_peers",
         "--dtypes float32 --requests 1 --tokens 4 --long 8 --rounds 1 --repeats 1",
@@ -116,7 +115,6 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("cpu_step", "--rows 1 --dtypes float32 --rounds 1 --seconds 0.01", {}),
     ("engine_host", "--running 2 --steps 2", {"MAX_NUM_BATCHED_TOKENS": 64}),
     ("engine_host", "--drafts 1 --running 4 --steps 2 --rounds 1", {}),
-    ("eplb", "", {"ROUNDS": 1, "LAYERS": 2}),
     ("first_start", "--wake", {"LLM": SMALL_LLM, "ROUNDS": 1, "_RESTART": "pass"}),
     ("front", "--streams=8 --rate=9 --seconds=0.3 --traces=1", {}),
     ("hostile", "--seconds 0.3 --only none", {}),
@@ -146,7 +144,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 ELSEWHERE = {
     "bundled_answers": "reads 84,680 tokens; tests/training holds the model to its loss",
-    "clients": "needs nine packages of others",
+    "clients": "needs packages of others",
     "plan_deepseek_v4": "tests/benchmarks/test_plan_deepseek_v4.py",
     "plan_long_contexts": "tests/benchmarks/test_plan_long_contexts.py",
     "plan_published": "tests/benchmarks/test_plan_published.py",

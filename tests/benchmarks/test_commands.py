@@ -117,7 +117,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("engine_host", "--drafts 1 --running 4 --steps 2 --rounds 1", {}),
     ("first_start", "--wake", {"LLM": SMALL_LLM, "ROUNDS": 1, "_RESTART": "pass"}),
     ("front", "--streams=8 --rate=9 --seconds=0.3 --traces=1", {}),
-    ("hostile", "--seconds 0.3 --only none", {}),
+    ("attacks", "--seconds 0.3 --only none", {}),
     ("kv_tiers", "--rounds 1 --values 4 --directory {tmp}", {"VALUE_BYTES": 2**16}),
     ("launches", "--save {tmp}/step.hlo", {"compiled_step": lambda: COMPILED_TEXT}),
     ("parity", "--only deepseek_v4_plain greedy", {}),

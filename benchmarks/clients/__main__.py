@@ -21,13 +21,13 @@ _LIMIT_S = 900
 _ANTHROPIC = """
 import sys, anthropic
 client = anthropic.Anthropic(base_url=sys.argv[1], api_key="none", max_retries=0, timeout=120)
-question = {"messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 16}
+question = {"messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 8}
 city = {"type": "object", "properties": {"city": {"enum": ["Hangzhou"]}}, "required": ["city"]}
 tool = {"name": "get_weather", "description": "Returns the weather.", "input_schema": city}
 model = client.models.list().data[0].id
 
 whole = client.messages.create(model=model, extra_body={"temperature": 0}, **question)
-assert whole.stop_reason == "max_tokens" and whole.usage.output_tokens == 16, whole
+assert whole.stop_reason == "max_tokens" and whole.usage.output_tokens == 8, whole
 counted = client.messages.count_tokens(model=model, messages=question["messages"]).input_tokens
 assert counted == whole.usage.input_tokens + whole.usage.cache_read_input_tokens, (counted, whole.usage)
 with client.messages.stream(model=model, extra_body={"temperature": 0}, **question) as events:
@@ -43,9 +43,11 @@ result = {"type": "tool_result", "tool_use_id": call.id, "content": "Sunny."}
 turns = [{"role": "assistant", "content": final.content}, {"role": "user", "content": [result]}]
 client.messages.create(model=model, tools=[tool], max_tokens=4, messages=question["messages"] + turns)
 
-for change, kind in (({"model": "other"}, anthropic.NotFoundError), ({"top_p": 2}, anthropic.BadRequestError)):
+unknown = {"model": "other"}, anthropic.NotFoundError
+invalid = {"model": model, "extra_body": {"top_p": 2}}, anthropic.BadRequestError
+for change, kind in (unknown, invalid):
     try:
-        client.messages.create(**{"model": model, **question, **change})
+        client.messages.create(**question, **change)
     except kind as error:
         assert error.body["error"]["message"], error
     else:

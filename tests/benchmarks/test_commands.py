@@ -143,7 +143,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("training", "", {"REPEATS": 1, "TRAINING": SMALL}),
 ]
 ELSEWHERE = {
-    "bundled_answers": "reads 84,680 tokens; tests/training holds the model to its loss",
+    "bundled_answers": "answers 20 questions; tests/training holds the model to its loss",
     "clients": "needs packages of others",
     "plan_deepseek_v4": "tests/benchmarks/test_plan_deepseek_v4.py",
     "plan_long_contexts": "tests/benchmarks/test_plan_long_contexts.py",

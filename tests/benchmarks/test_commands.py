@@ -23,7 +23,6 @@ import pytest
 
 from benchmarks import checkpoint, engines, instances
 from benchmarks.record import Report
-from benchmarks.speculative import SMALL_V4
 from configs.tiny import TRAINING
 from dsv3 import LLM
 from dsv3.config.model import ModelConfig
@@ -59,13 +58,6 @@ ONE_ROW = {"max_num_seqs": 1, "max_model_len": 256, "max_num_batched_tokens": 64
 def zeros(cfg: ModelConfig, key: jax.Array, dtype: Any) -> Params:
     """Returns parameters that need no compiled generators."""
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract(cfg, dtype))
-
-
-ONE_LAYER = dataclasses.replace(
-    SMALL_V4, num_hidden_layers=1, num_hash_layers=0,
-    compressed=dataclasses.replace(SMALL_V4.compressed, ratios=(128,)),
-    dspark=dataclasses.replace(SMALL_V4.dspark, stages=1, target_layers=(0,)),
-)  # fmt: skip
 
 
 def write_tuning(model: Path, options: object, path: Path, budget_seconds: float) -> tuning.Tuning:
@@ -126,8 +118,8 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("speculative", "--drafts 1 --rounds 1 --tokens 4", {"SIZES": (1,), "LIMITS": ONE_ROW, "SAMPLING": GREEDY}),
     (
         "speculative",
-        "--method dspark --synthetic 0.8 --drafts 1 --rounds 1 --tokens 4",
-        {"SIZES": (1,), "LIMITS": ONE_ROW, "SAMPLING": GREEDY, "SMALL_V4": ONE_LAYER, "initialize": zeros},
+        "--synthetic 0.8 --drafts 1 --rounds 1 --tokens 4",
+        {"SIZES": (1,), "LIMITS": ONE_ROW, "SAMPLING": GREEDY, "initialize": zeros},
     ),
     (
         "structured",

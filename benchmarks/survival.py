@@ -51,7 +51,7 @@ from benchmarks.record import Cell, Report, arguments, run
 PATH = "/v1/completions"
 CLIENTS = 32
 TOKENS = 320
-_HEALTH_S = 0.02
+_HEALTH_S, _PATIENCE_S = 0.02, 600.0
 _DOWN = re.compile(r"^dsv3:engine_up\{.*\} 0\.0$", re.MULTILINE)
 _AWAY = ["--cluster_return_timeout=15", "--cluster_grow_interval=5"]
 
@@ -126,9 +126,10 @@ async def restarted(
     before = {child.pid: processor_s(child) for child in engine_processes(instance)}
     strike()
     struck_at = time.monotonic()
-    for is_up in (False, True):
-        while await are_up(http) != is_up:
-            await asyncio.sleep(_HEALTH_S)
+    async with asyncio.timeout(_PATIENCE_S):
+        for is_up in (False, True):
+            while await are_up(http) != is_up:
+                await asyncio.sleep(_HEALTH_S)
     seconds, engines = time.monotonic() - struck_at, engine_processes(instance)
     engine = oldest(engines)
     if "dsv3:engine_up" in (await http.get("/metrics")).text:  # without spares: the next process is the youngest

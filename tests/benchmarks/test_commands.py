@@ -61,8 +61,7 @@ def zeros(cfg: ModelConfig, key: jax.Array, dtype: Any) -> Params:
 
 
 def write_tuning(model: Path, options: object, path: Path, budget_seconds: float) -> tuning.Tuning:
-    rows = [dict(zip(("choice", "default", "chosen", "gain"), row, strict=True)) for row in CHOSEN]
-    found = tuning.Tuning(tuning.made_for(model), {"prefill_batch_sizes": "32"}, {}, rows)
+    found = tuning.Tuning(tuning.made_for(model), {"prefill_batch_sizes": "32"}, {}, [])
     tuning.write_tuning(path, found)
     return found
 
@@ -86,10 +85,6 @@ def serving(*flags: str) -> Iterator[instances.Instance]:
         yield instance
 
 
-CHOSEN = (
-    ("prefill_batch_sizes", "64", "32,64", 1.1),
-    ("product on a CPU 1 x 2 x 3 x float32 x alone", "C++", "XLA", 2),
-)
 COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     (
         "checkpoint",

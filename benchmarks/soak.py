@@ -131,11 +131,11 @@ async def _sample(tally: Totals, started: float, given: argparse.Namespace) -> N
     while True:
         tally.look(given.server_pid)
         values = await asyncio.to_thread(metrics, given.url)
-        held = ", ".join(f"{name.rpartition('_')[2]}: {values[name]:.0f}" for name in HELD)
+        running, waiting, pages = (int(values[name]) for name in HELD)
         resident = f", {tally.rss[-1] / 2**20:.0f} MiB" if tally.rss else ""
         print(
-            f"{time.monotonic() - started:5.0f} s: {held}{resident}, {len(tally.gaps)} finished, "
-            f"{tally.disconnected} hung up, {len(tally.failed)} failed",
+            f"{time.monotonic() - started:5.0f} s: {running} running, {waiting} waiting, {pages} pages{resident}, "
+            f"{len(tally.gaps)} finished, {tally.disconnected} hung up, {len(tally.failed)} failed",
             flush=True,
         )
         await asyncio.sleep(_SAMPLE_S)

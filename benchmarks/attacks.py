@@ -1,23 +1,53 @@
-"""Attacks on a server, each at full speed: what `benchmarks.hostile` and `benchmarks.soak --hostile` make.
+"""What honest clients feel while a server over an engine without a model is attacked.
 
-They are the reproductions of what once failed. Each is a function of a port and a time until which it may go on, makes
-itself once or many times, and returns how often. What the server answers does not matter here.
+  python -m benchmarks.attacks [--seconds 10] [--only NAME]
+
+Each attack runs at full speed in a process of its own, with two threads. Another process asks for `/health` every 50 ms
+on a new connection, and reads a stream of a token per 20 ms. A line per attack: how often it was made, the worst gap of
+that stream, `/health` at the median, the 99th percentile and the worst, by how much resident memory of all the server's
+processes rose, and how often the honest client failed. Exit status 0 means that all lines keep `GOAL`.
+
+Attacks are the reproductions of what once failed. Each is a function of a port and a time until which it may go on,
+makes itself once or many times, and returns how often. What the server answers does not matter. `benchmarks.soak
+--hostile` makes them on a server with many honest clients.
 """
 
+import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
+import multiprocessing
 import socket
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.pool import AsyncResult
+from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
+from benchmarks.instances import longest_gap, memory
+from benchmarks.record import Cell, Report, arguments, run
+from dsv3.http_client import Address, Client, RequestFailed
+from tests.dsv3.server import serving
+from tests.dsv3.text import tiny
+from tools.load import complete
+
+GOAL = {"gap_s": 1.0, "p99_s": 0.5, "memory_mib": 500}
+"""What honest clients may feel while an attack runs: gaps of a stream, `/health` at the 99th percentile; growth."""
+
+_NONE = "none"
+_STEP_S, _HEALTH_S = 0.02, 0.05
 _MIB = 2**20
 _TIMEOUT_S = 60.0
+PATIENCE_S = 120.0
+"""Seconds in which attackers and probe end after their time."""
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _USER = b'{"messages":[{"role":"user","content":"x"}],'
 _PARTS = b'{"role":"user","content":[' + b",".join([b'{"type":"text","text":""}'] * 310) + b"]}"
@@ -53,10 +83,8 @@ def requests() -> dict[str, tuple[str, Callable[[], bytes]]]:
     return {name: (path, make) for path, makers in paths.items() for name, make in makers.items()}
 
 
-@contextlib.contextmanager
-def _connected(port: int) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", port), timeout=_TIMEOUT_S) as connection:
-        yield connection
+def _connected(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=_TIMEOUT_S)
 
 
 def _head(path: str, length: int) -> bytes:
@@ -176,14 +204,14 @@ ATTACKS: dict[str, Callable[[int, float], int]] = {
 }
 
 
-def rotate(names: list[str], port: int, seconds: float, each_s: float, results: Any) -> None:
-    """Makes one attack after the other, round and round, and puts how often each; runs in a process of its own."""
+def rotate(names: list[str], port: int, seconds: float, each_s: float) -> dict[str, int]:
+    """Makes one attack after the other, round and round; returns how often each."""
     until, counts = time.monotonic() + seconds, dict.fromkeys(names, 0)
     for name in itertools.cycle(names):
         if (left := until - time.monotonic()) <= 0:
             break
         counts[name] += _make(name, port, min(each_s, left))
-    results.put(counts)
+    return counts
 
 
 def _make(name: str, port: int, seconds: float) -> int:
@@ -202,3 +230,115 @@ def _make(name: str, port: int, seconds: float) -> int:
     for thread in threads:
         thread.join(seconds + 5)
     return sum(counts)
+
+
+@dataclasses.dataclass
+class Felt:
+    """What a probe in a process of its own has felt, in seconds.
+
+    `health` is the time of each answer of `/health`, `gap` the longest of its own stream, where it reads one.
+    """
+
+    health: list[float]
+    failures: list[str]
+    gap: float = 0.0
+
+
+@contextlib.contextmanager
+def besieged(
+    port: int, seconds: float, each_s: float, names: list[str], *, streams: bool = False
+) -> Iterator[tuple[AsyncResult[dict[str, int]], AsyncResult[Felt]]]:
+    """Starts attackers and a probe, each a process of its own; the probe may read a stream, too.
+
+    Yields how often each attack was made, and what was felt, as results to wait for. Ends what still runs at the end.
+    """
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        attacking = pool.apply_async(rotate, (names, port, seconds, each_s))
+        yield attacking, pool.apply_async(_probe, (port, seconds, streams))
+
+
+def _probe(port: int, seconds: float, streams: bool) -> Felt:
+    return asyncio.run(_feel(port, seconds, streams))
+
+
+async def _feel(port: int, seconds: float, streams: bool) -> Felt:
+    felt, until = Felt([], []), time.monotonic() + seconds
+    address = Address("127.0.0.1", port, tls=False, prefix="")
+    reading = asyncio.create_task(_read_stream(felt, Client(address), seconds)) if streams else None
+    while time.monotonic() < until:
+        started, client = time.monotonic(), Client(address)
+        try:
+            async with asyncio.timeout(_TIMEOUT_S), client.request("GET", "/health") as answer:
+                await answer.read(_MIB)
+        except (RequestFailed, TimeoutError) as error:
+            felt.failures.append(f"/health: {error}")
+        felt.health.append(time.monotonic() - started)
+        await client.close()
+        await asyncio.sleep(_HEALTH_S)
+    if reading is not None:
+        await reading
+    return felt
+
+
+async def _read_stream(felt: Felt, client: Client, seconds: float) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": int(seconds / _STEP_S), "stream": True, "ignore_eos": True}
+    record = await complete(
+        client, _COMPLETIONS, json.dumps(body).encode(), index=0, scheduled_s=time.monotonic(),
+        timeout_s=seconds + _TIMEOUT_S,
+    )  # fmt: skip
+    await client.close()
+    felt.gap = longest_gap([record.sent_s, *(each.time_s for each in record.arrivals), record.finished_s])
+    felt.failures += [f"stream: {record.error}: {record.detail[:100]}"] if record.error else []
+
+
+def percentiles(seconds: Sequence[float]) -> list[float]:
+    """Returns the median, the 99th percentile and the largest of some seconds, in milliseconds."""
+    return [1e3 * float(each) for each in np.percentile(seconds, (50, 99, 100))]
+
+
+def problems(felt: Felt, gaps: Sequence[float], growth_mib: float | None) -> list[str]:
+    """Returns what misses the goal; `gaps` is the longest of each honest stream, in seconds."""
+    found = [f"{len(felt.failures)} honest requests failed, the first with {felt.failures[0]}"] if felt.failures else []
+    p99 = np.percentile(felt.health, 99)
+    if p99 >= GOAL["p99_s"]:
+        found.append(f"/health took {p99:.2f} s at the 99th percentile")
+    if gaps and max(gaps) >= GOAL["gap_s"]:
+        late = sum(gap >= GOAL["gap_s"] for gap in gaps)
+        found.append(f"{late} of {len(gaps)} streams stood still, the longest for {max(gaps):.2f} s")
+    if growth_mib is not None and growth_mib >= GOAL["memory_mib"]:
+        found.append(f"resident memory rose by {growth_mib:.0f} MiB")
+    return found
+
+
+def main(report: Report) -> int:
+    given = arguments(__doc__, seconds=10.0, only="")
+    columns = ["attack", "made", "worst gap of a stream (s)", "/health p50 (ms)", "p99 (ms)", "worst (ms)",
+               "memory (MiB)", "failed", "keeps the goal"]  # fmt: skip
+    names = (name for name in (_NONE, *ATTACKS) if given.only in name)
+    table = report.table("Attacks", columns, (_attacked(name, given.seconds) for name in names))
+    return 0 if all(row[-1] == "yes" for row in table.rows) else 1
+
+
+def _attacked(name: str, seconds: float) -> list[Cell]:
+    """Returns the line of one attack on a server of its own; its last cell says whether it keeps the goal."""
+    engine = {"max_model_len": 163_840, "max_num_seqs": 256}
+    names = [] if name == _NONE else [name]
+    with tempfile.TemporaryDirectory() as directory:
+        model = tiny.write(Path(directory) / "model")
+        with (
+            serving.running(model, engine=engine, factory_options={"step_s": _STEP_S}) as server,
+            besieged(server.port, seconds, seconds, names, streams=True) as (attacking, feeling),
+        ):
+            before = peak = memory(server.process.pid)
+            while not feeling.ready():
+                peak = max(peak, memory(server.process.pid))
+                time.sleep(0.2)
+            made, felt = attacking.get(PATIENCE_S), feeling.get(0)
+    growth = (peak - before) / _MIB
+    print(*felt.failures[:1], sep="\n", file=sys.stderr, end="")
+    keeps = "no" if problems(felt, [felt.gap], growth) else "yes"
+    return [name, sum(made.values()), felt.gap, *percentiles(felt.health), round(growth), len(felt.failures), keeps]
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,32 +1,18 @@
-"""Measures a small model that `launch.train` made: its loss on held-out text, its MTP drafts, and 20 fixed questions.
+"""Asks a small model that `launch.train` made 20 fixed questions.
 
     JAX_PLATFORMS=cpu python -m benchmarks.bundled_answers [--model DIR]
 
-The held-out text is that of `training.corpus` on this interpreter; figures are comparable under the same Python
-version. Each question is answered greedily, alone. An answer is right if it is complete and the question's pattern
-occurs in it. The pattern asks for what the answer must say; one that also says something wrong may match, so read them.
-The tables are those of the model's card.
+Each question is answered greedily, alone. An answer is right if it is complete and the question's pattern occurs in it.
+The pattern asks for what the answer must say; one that also says something wrong may match, so read them. The table is
+that of the model's card.
 """
 
-import dataclasses
 import re
 from pathlib import Path
-from typing import Any
-
-import jax.numpy as jnp
-import numpy as np
-from tokenizers import Tokenizer
 
 from benchmarks.record import Report, arguments, run
-from configs import tiny
 from dsv3 import LLM, SamplingParams
-from dsv3.checkpoint import load_params
-from dsv3.config.hugging_face import load_config
 from dsv3.engine.build import bundled_model
-from training import corpus
-from training.data import Data, encode_documents
-from training.loop import final_figures
-from training.step import TrainState
 
 QUESTIONS: dict[str, str] = {
     "Hello": r"^Hello",
@@ -54,17 +40,6 @@ QUESTIONS: dict[str, str] = {
 LONGEST = 96
 
 
-def figures(directory: Path) -> dict[str, Any]:
-    """Returns `final_figures` of the model in `directory`."""
-    config = dataclasses.replace(tiny.TRAINING, model=load_config(directory))
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    _, held_out = corpus.split_documents(corpus.documents(corpus.standard_library()))
-    stream, size = encode_documents(tokenizer, held_out, None), sum(len(doc.text.encode()) for doc in held_out)
-    params = load_params(directory, config.model, dtype=jnp.dtype(config.compute_dtype), progress=False)
-    state = TrainState(params, None, jnp.zeros((), jnp.int32))
-    return final_figures(state, Data(tokenizer, stream, stream, np.empty(0), size), config)
-
-
 def answers(directory: Path) -> dict[str, tuple[str, bool]]:
     """Returns the greedy answer to each question, and whether it is right."""
     llm = LLM(directory, max_model_len=256, max_num_seqs=4)
@@ -80,7 +55,6 @@ def answers(directory: Path) -> dict[str, tuple[str, bool]]:
 
 def main(report: Report) -> None:
     directory = arguments(__doc__, model=bundled_model()).model
-    report.table("The model", ["figure", "value"], figures(directory).items())
     found = answers(directory)
     rows = (
         [question, "`" + text.strip().replace("\n", "\\n").replace("|", "\\|") + "`", "right" if right else "wrong"]

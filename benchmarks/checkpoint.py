@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from benchmarks.record import Cell, Report, arguments, run
 
@@ -104,11 +105,6 @@ def drop_cache(directory: Path) -> str:
     return "POSIX_FADV_DONTNEED"
 
 
-def files(directory: Path) -> list[Path]:
-    """Weight files of a directory."""
-    return sorted(directory.rglob("*.safetensors"))
-
-
 def in_fresh_process(case: str, directory: Path) -> dict[str, float]:
     """Result of one case, measured in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.checkpoint", f"--case={case}", f"--directory={directory}"]
@@ -120,43 +116,40 @@ def in_fresh_process(case: str, directory: Path) -> dict[str, float]:
 
 def run_case(case: str, directory: Path) -> dict[str, float]:
     """Seconds, bytes asked of the kernel and fetched from storage, processor seconds, peak memory above the start."""
-    work = loader(case, directory)
-    asked, fetched, resident = io("rchar"), io("read_bytes"), memory("VmRSS")
+    work, process = loader(case, directory), psutil.Process()
+    before, resident = process.io_counters(), process.memory_info().rss
     start, cpu = time.perf_counter(), time.process_time()
-    keep = work(directory)
+    keep = work()
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    result = {"seconds": seconds, "cpu": cpu, "bytes": io("rchar") - asked, "fetched": io("read_bytes") - fetched}
-    result["peak"] = memory("VmHWM") - resident
+    after = process.io_counters()
+    status = Path("/proc/self/status").read_text()
+    peak = 1024 * int(status.split("VmHWM:")[1].split()[0])  # `ru_maxrss` has the parent's, too
+    asked, fetched = after.read_chars - before.read_chars, after.read_bytes - before.read_bytes
     del keep
-    return result
+    return {"seconds": seconds, "cpu": cpu, "bytes": asked, "fetched": fetched, "peak": peak - resident}
 
 
-def loader(case: str, directory: Path) -> Callable[[Path], Any]:
-    """Returns what a case does; imports are done, JAX and the engine are started."""
+def loader(case: str, directory: Path) -> Callable[[], Any]:
+    """Returns what a case does; imports are done, JAX and the engine are started, and no program is compiled."""
     if case.startswith("raw"):
-        return read_raw
-    if case.startswith("update"):
-        return updater(directory)
+        return lambda: read_raw(directory)
     import jax
 
     from dsv3.checkpoint import load_params
     from dsv3.config.hugging_face import load_config
-
-    jax.block_until_ready(jax.device_put(np.zeros(8)))
-    return lambda d: load_params(d, load_config(d), dtype="bfloat16", progress=False, threads=THREADS)
-
-
-def updater(directory: Path) -> Callable[[Path], None]:
-    """Returns the update of an engine that has the weights of the directory; no program is compiled."""
     from dsv3.config.options import EngineOptions
     from dsv3.engine.build import build_engine
     from dsv3.engine.operations import UpdateWeights
 
+    jax.block_until_ready(jax.device_put(np.zeros(8)))
+    if case.startswith("hf"):
+        cfg = load_config(directory)
+        return lambda: load_params(directory, cfg, dtype="bfloat16", progress=False, threads=THREADS)
     limits: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 64}
     engine = build_engine(directory, EngineOptions(dtype="bfloat16", **limits), progress=False)
 
-    def update(source: Path) -> None:
-        done = engine.operate(UpdateWeights(str(source), None, "keep"))
+    def update() -> None:
+        done = engine.operate(UpdateWeights(str(directory), None, "keep"))
         while not done.done():
             engine.step()
         done.result(0)
@@ -166,7 +159,7 @@ def updater(directory: Path) -> Callable[[Path], None]:
 
 def read_raw(directory: Path) -> None:
     """Reads every byte of the files with threads, into one buffer per thread."""
-    paths = files(directory)
+    paths = sorted(directory.rglob("*.safetensors"))
     jobs = [(path, at) for path in paths for at in range(0, path.stat().st_size, READ_BYTES)]
     handles = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths}
     buffers = [mmap.mmap(-1, READ_BYTES) for _ in range(THREADS)]
@@ -177,16 +170,6 @@ def read_raw(directory: Path) -> None:
 
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(read, range(THREADS)))
-
-
-def io(field: str) -> int:
-    """Bytes that this process asked for ("rchar"), or that the kernel fetched from storage for it ("read_bytes")."""
-    return int(Path("/proc/self/io").read_text().split(f"{field}:")[1].split()[0])
-
-
-def memory(field: str) -> int:
-    """Returns a field of /proc/self/status in bytes."""
-    return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0]) * 1024
 
 
 def lines(results: dict[str, list[dict[str, float]]]) -> Iterator[list[Cell]]:

@@ -3,7 +3,6 @@
     python -m benchmarks.cpu_peers --make DIR [--layers 12]
     python -m benchmarks.cpu_peers --model DIR [--dtypes bfloat16 float32] [--llama-server PATH --gguf FILE...]
         [--transformers-python PATH] [--rounds 3]
-    python -m benchmarks.cpu_peers --greedy --llama-server PATH --gguf FILE
 
 The first form writes a random model of 745 million parameters at 12 layers (`benchmarks/cpu_step.py` has its shape) as
 a Hugging Face checkpoint. The second starts a server per dtype, and two llama-servers per GGUF file: one with
@@ -14,13 +13,7 @@ its sequences start and end together, the best case of a batch. Without `--model
 
 Per peer and number of `--requests`: output tokens per second (their tokens over the median time of a request, its
 prompt included, of `--tokens` each), and the time to the first token of a prompt of `--long` tokens. Ratios are the
-first peer's over each other one's, the median of the rounds and their range; above 1 the first is faster. Last comes
-the share of the memory's speed at one request: bytes of the weights that a token needs, over what a copy by all cores
-moves (both ways) meanwhile.
-
-`--greedy` compares greedy tokens in float32: whether both compute the same model. FILE is the model as
-`benchmarks/to_gguf.py` writes it in f32. llama-server cannot draw an end token here, and this engine goes on behind
-one: answers part where this engine draws it.
+first peer's over each other one's, the median of the rounds and their range; above 1 the first is faster.
 """
 
 import argparse
@@ -35,25 +28,19 @@ import statistics
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 
-import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.cpu_step import COPIED_BYTES, RANDOM, Copy, timed, weight_bytes
+from benchmarks.cpu_step import RANDOM
 from benchmarks.instances import SERVE, serving
 from benchmarks.record import Report, arguments, run, spread
 from dsv3.checkpoint import save_hf
-from dsv3.checkpoint.quantize import quantize_stack_shapes
 from dsv3.config.hugging_face import load_config
-from dsv3.config.model import ModelConfig
 from dsv3.engine.build import bundled_model
-from dsv3.llm import LLM
-from dsv3.model.params import Params, abstract, declare, initialize
-from dsv3.sampling_params import SamplingParams
+from dsv3.model.params import initialize
 from tools import load
 
 LIMITS = ("--max_num_seqs=16",)
@@ -172,31 +159,11 @@ def generated(generate: Generate, vocab_size: int, cell: Load, seed: int) -> flo
     return cell.requests * answer / seconds
 
 
-def greedy(report: Report, given: argparse.Namespace) -> None:
-    """Reports for each of four random prompts how many greedy tokens are the llama-server's."""
-    vocab_size = load_config(given.model).vocab_size
-    prompts = np.random.default_rng(0).integers(10, vocab_size, (4, 24)).tolist()
-    options = {"temperature": 0, "top_k": 1, "return_tokens": True, "ignore_eos": True, "n_predict": 32}
-    command = (str(given.llama_server), "--model", given.gguf[0], "--flash-attn", "off", "--no-webui",
-               "--threads", str(os.cpu_count()), "--ctx-size", "2048", "--host", "127.0.0.1")  # fmt: skip
-    with serving(command=command) as server:
-        answers = [httpx.post(f"{server.url}/completion", json=options | {"prompt": p}, timeout=300) for p in prompts]
-        theirs = [answer.raise_for_status().json()["tokens"] for answer in answers]
-    llm = LLM(given.model, dtype="float32", max_model_len=512, progress=False)
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
-    rows = []
-    for output, other in zip(outputs, theirs, strict=True):
-        mine = output.outputs[0].token_ids
-        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(mine, other, strict=True))))
-        rows.append([same, len(mine), mine[same] if same < len(mine) else None])
-    report.table("Greedy tokens beside llama.cpp's", ["equal tokens", "of", "token where they part"], rows)
-
-
 def main(report: Report) -> None:
     settings = ["", f"--flash-attn on --threads {os.cpu_count()}"]
     given = arguments(
         __doc__, make=Path, layers=12, model=bundled_model(), dtypes=("bfloat16", "float32"), llama_server=Path,
-        gguf=[], llama_settings=settings, transformers_python=Path, greedy=False, requests=(1, 4, 16), tokens=128,
+        gguf=[], llama_settings=settings, transformers_python=Path, requests=(1, 4, 16), tokens=128,
         long=1024, repeats=2, rounds=3,
     )  # fmt: skip
     if given.make:
@@ -204,7 +171,7 @@ def main(report: Report) -> None:
     elif bool(given.llama_server) != bool(given.gguf):
         raise SystemExit("--llama-server and --gguf go together")
     else:
-        (greedy if given.greedy else compare)(report, given)
+        compare(report, given)
 
 
 def peers(given: argparse.Namespace, vocab_size: int, stack: contextlib.ExitStack) -> dict[str, Measure]:
@@ -221,7 +188,7 @@ def peers(given: argparse.Namespace, vocab_size: int, stack: contextlib.ExitStac
 
 
 def compare(report: Report, given: argparse.Namespace) -> None:
-    """Runs all rounds and reports speeds, ratios, and shares of the memory's speed."""
+    """Runs all rounds and reports speeds and ratios."""
     cfg = load_config(given.model)
     cells = [Load(n, given.tokens, given.tokens, given.repeats) for n in given.requests]
     cells.append(Load(1, given.long, 2, 2, first=True))
@@ -229,9 +196,8 @@ def compare(report: Report, given: argparse.Namespace) -> None:
         measures = peers(given, cfg.vocab_size, stack)
         for measure in measures.values():  # what is slow once: pages of memory that are new
             measure(cells[0], given.rounds)
-        copies, figures = [], np.zeros((given.rounds, len(measures), len(cells)))
+        figures = np.zeros((given.rounds, len(measures), len(cells)))
         for r in range(given.rounds):
-            copies.append(timed(Copy(), 3)[0])
             for c, cell in enumerate(cells):
                 figures[r, :, c] = [measure(cell, r * len(cells) + c) for measure in measures.values()]
     middle, names = np.median(figures, axis=0), list(measures)
@@ -243,22 +209,6 @@ def compare(report: Report, given: argparse.Namespace) -> None:
     lines = ([f"{names[0]} / {name}", *map(spread, ratios[:, p].T)] for p, name in enumerate(names) if p)
     if len(names) > 1:
         report.table("Ratios", ["speed over", *titles, f"first of {given.long}"], lines)
-    chosen = np.tile(np.arange(cfg.n_routed_experts) < cfg.num_experts_per_tok, (cfg.num_moe_layers, 1))
-    moved = 2 * COPIED_BYTES / statistics.median(copies)
-    needed = [weight_bytes(shapes(cfg, dtype), chosen) for dtype in given.dtypes]
-    rates = (speed / given.requests[0] for speed in middle[:, 0])
-    lines = ([d, each / 1e6, rate * each / moved] for d, each, rate in zip(given.dtypes, needed, rates, strict=False))
-    title = f"Ours, of the memory's speed ({moved / 1e9:.1f} GB/s)"
-    report.table(title, ["type", "MB per token", f"share at {titles[0]}"], lines)
-
-
-def shapes(cfg: ModelConfig, dtype: str) -> Params:
-    """Returns the shapes of the parameters; "fp8" is bfloat16 under `--fp8=quantize`."""
-    if dtype not in FORMATS:
-        return abstract(cfg, dtype)
-    return jax.tree.map(
-        lambda spec, w: quantize_stack_shapes(w) if spec.quantizable else w, declare(cfg), abstract(cfg, "bfloat16")
-    )
 
 
 if __name__ == "__main__":

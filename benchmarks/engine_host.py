@@ -96,12 +96,6 @@ def make_engine(running: int, max_model_len: int) -> Engine:
 def measure(running: int, steps: int) -> dict[str, np.ndarray]:
     """Times `steps` decode steps of `running` requests, in microseconds."""
     engine = make_engine(running, -(-(steps + 200) // 64) * 64)
-    begin(engine, running)
-    return time_steps(engine, running, steps)
-
-
-def begin(engine: Engine, running: int) -> None:
-    """Steps until so many requests decode."""
     engine.warm_up()
     sampling = SamplingParams(temperature=0, ignore_eos=True)
     for i in range(running):
@@ -112,11 +106,7 @@ def begin(engine: Engine, running: int) -> None:
     for _ in range(50):
         engine.step()
     gc.freeze()
-
-
-def time_steps(engine: Engine, running: int, steps: int) -> dict[str, np.ndarray]:
-    """Times steps, in microseconds."""
-    host, whole, cpu = np.empty(steps), np.empty(steps), np.empty(steps)
+    host, whole, cpu = np.empty((3, steps))
     for i in range(steps):
         before, started, cpu_started = engine.host_time.total, time.perf_counter(), time.thread_time()
         outputs = engine.step()

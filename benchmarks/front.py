@@ -56,7 +56,7 @@ VOCAB = 256 + STEPS
 MAX_MODEL_LEN = 65_536
 _MARGIN_S = 3.0  # that streams run besides the measured seconds
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-_TOKENS = re.compile(rb'"(?:text|content)":"((?:\d{4} )+)"')
+_TOKENS = re.compile(rb'"content":"((?:\d{4} )+)"')
 _OPENING = 100  # streams that wait for their first token; more are not opened
 _RAMP_STEP_S = 0.05  # between steps while streams still come
 _RAMP_END_S = 10.0  # without another stream, after which those that are missing have failed
@@ -65,9 +65,7 @@ _TRACES_S = 1.5  # in which the last traces are sent
 
 def main(report: Report) -> int:
     """Reports the table; exit status 0 means that no token was lost."""
-    given = arguments(
-        __doc__, streams=int, rate=10.0, servers=1, seconds=10.0, traces=int, kind="chat", role=None, settings=None
-    )
+    given = arguments(__doc__, streams=int, rate=10.0, servers=1, seconds=10.0, traces=int, role=None, settings=None)
     if given.role:
         return uvloop.run({"server": _serve, "clients": _run_clients}[given.role](json.loads(given.settings)))
     sizes = [(given.streams, given.rate)] if given.streams else TABLE
@@ -78,54 +76,49 @@ def main(report: Report) -> int:
         return int(any(row[-1] for row in report.table("Traces", columns, rows).rows))
     columns = ["streams", "tokens per second of each", "API servers", "tokens/s", "processor per token (us)",
                "latency p50 (ms)", "p99 (ms)", "memory per stream (KiB)", "lost"]  # fmt: skip
-    table = report.table(f"Streams of {given.kind}", columns, (_measure(*size, given).row for size in sizes))
+    table = report.table("Streams of chat", columns, ([*size, *_measure(*size, given).row] for size in sizes))
     return int(any(row[-1] for row in table.rows))
 
 
 class Measured(NamedTuple):
-    """One line of the table, whose last cell is the number of streams that failed, and what a comparison needs.
+    """The line of a size, whose last cell is the number of streams that failed, and what a comparison needs.
 
     Processor time is that of the API servers per token in microseconds.
     """
 
     row: list[Cell]
-    tokens: int  # of each stream
     while_all_run: float
     over_their_lives: float
 
 
-def _compare(streams: int, rate: float, arguments: argparse.Namespace) -> Iterator[list[Cell]]:
+def _compare(streams: int, rate: float, given: argparse.Namespace) -> Iterator[list[Cell]]:
     """Yields a line without traces and one with them, means of several turns."""
     collector = Collector()
     found: dict[str, list[Measured]] = {"off": [], "on": []}
-    for _ in range(arguments.traces):
+    for _ in range(given.traces):
         for name, endpoint in (("off", None), ("on", collector.url)):
-            found[name].append(_measure(streams, rate, arguments, endpoint))
+            found[name].append(_measure(streams, rate, given, endpoint))
             collector.spans.clear()
     collector.close()
-    means = {name: np.mean([each[2:] for each in mine], axis=0) for name, mine in found.items()}
+    off = np.mean([each[1:] for each in found["off"]], axis=0)
     for name, mine in found.items():
-        running, lives = means[name].tolist()
-        pairs = zip(means[name], means["off"], strict=True)
-        more = [100 * (each / off - 1) if off and name == "on" else None for each, off in pairs]
+        means = np.mean([each[1:] for each in mine], axis=0)
+        pairs = zip(means, off, strict=True)
+        more = [100 * (each / base - 1) if base and name == "on" else None for each, base in pairs]
         lost = sum(int(each.row[-1] or 0) for each in mine)
-        yield [streams, mine[0].tokens, name, running, more[0], lives, more[1], lost]
+        yield [streams, _tokens_of(rate, given), name, means[0], more[0], means[1], more[1], lost]
 
 
-def _measure(streams: int, rate: float, arguments: argparse.Namespace, endpoint: str | None = None) -> Measured:
+def _tokens_of(rate: float, given: argparse.Namespace) -> int:
+    return int((given.seconds + _MARGIN_S) * rate) + 2
+
+
+def _measure(streams: int, rate: float, given: argparse.Namespace, endpoint: str | None = None) -> Measured:
     """Measures one size, with traces to `endpoint` if it is given."""
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory))
-        settings = {
-            "model_dir": directory,
-            "streams": streams,
-            "rate": rate,
-            "servers": arguments.servers,
-            "kind": arguments.kind,
-            "seconds": arguments.seconds,
-            "endpoint": endpoint,
-            "max_tokens": int((arguments.seconds + _MARGIN_S) * rate) + 2,
-        }
+        settings = {"model_dir": directory, "streams": streams, "rate": rate, "servers": given.servers,
+                    "seconds": given.seconds, "endpoint": endpoint, "max_tokens": _tokens_of(rate, given)}  # fmt: skip
         server = _start("server", settings)
         try:
             settings["port"] = int(_line(server).split()[1])
@@ -138,10 +131,8 @@ def _measure(streams: int, rate: float, arguments: argparse.Namespace, endpoint:
 
 def _under_load(server: subprocess.Popen[str], settings: dict) -> Measured:
     first = psutil.Process(server.pid)
-    processes = [
-        first,
-        *(child for child in first.children() if "dsv3.server.http.api_server_child" in child.cmdline()),
-    ]
+    children = (child for child in first.children() if "dsv3.server.http.api_server_child" in child.cmdline())
+    processes = [first, *children]
     empty, idle = _memory(processes), processor_s(*processes)
     client = _start("clients", settings)
     try:
@@ -157,9 +148,9 @@ def _under_load(server: subprocess.Popen[str], settings: dict) -> Measured:
     print("\n".join(found["failures"]), file=sys.stderr, end="")
     streams, tokens, each = settings["streams"], found["tokens"], used / max(1, found["tokens"]) * 1e6
     row: list[Cell] = [
-        streams, settings["rate"], len(processes), round(tokens / settings["seconds"]), each,
-        found["p50_s"] * 1e3, found["p99_s"] * 1e3, (full - empty) / streams / 1024, found["failed"]]  # fmt: skip
-    return Measured(row, settings["max_tokens"], each, lives / (streams * settings["max_tokens"]) * 1e6)
+        len(processes), round(tokens / settings["seconds"]), each, *found["latency_ms"],
+        (full - empty) / streams / 1024, found["failed"]]  # fmt: skip
+    return Measured(row, each, lives / (streams * settings["max_tokens"]) * 1e6)
 
 
 def _memory(processes: list[psutil.Process]) -> int:
@@ -311,10 +302,9 @@ class Clients:
     def __init__(self, settings: dict):
         self.settings = settings
         self.times = step_times(Path(settings["model_dir"]))
-        self.begun = self.done = 0
+        self.begun = self.done = self.tokens = 0
         self.failures: list[str] = []
         self.measures = False
-        self.tokens = 0
         self.latencies: list[float] = []
         self.all_begun, self.all_done = asyncio.Event(), asyncio.Event()
 
@@ -324,8 +314,7 @@ class Clients:
             self.all_begun.set()
 
     def note_done(self, problem: str | None) -> None:
-        if problem is not None:
-            self.failures.append(problem)
+        self.failures += [problem] if problem else []
         self.done += 1
         if self.done == self.settings["streams"]:
             self.all_begun.set()
@@ -388,13 +377,9 @@ class Stream(asyncio.Protocol):
 
 def request_of(settings: dict) -> bytes:
     """Returns the bytes that each client sends."""
-    common = {"max_tokens": settings["max_tokens"], "stream": True, "ignore_eos": True}
-    if settings["kind"] == "chat":
-        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]} | common
-    else:
-        path, body = "/v1/completions", {"prompt": [1, 2, 3]} | common
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    body = {"max_tokens": settings["max_tokens"], "stream": True, "ignore_eos": True}
+    data = json.dumps({"messages": [{"role": "user", "content": "x"}]} | body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -414,15 +399,9 @@ async def _run_clients(settings: dict) -> int:
     clients.measures = False
     print("end", flush=True)
     await clients.all_done.wait()
-    p50, p99 = np.percentile(clients.latencies or [np.nan], [50, 99])
-    result = {
-        "tokens": clients.tokens,
-        "p50_s": p50,
-        "p99_s": p99,
-        "failed": len(clients.failures),
-        "failures": clients.failures[:3],
-    }
-    print(json.dumps(result), flush=True)
+    latency = np.percentile(clients.latencies or [np.nan], [50, 99]) * 1e3
+    result = {"tokens": clients.tokens, "latency_ms": latency.tolist(), "failed": len(clients.failures)}
+    print(json.dumps(result | {"failures": clients.failures[:3]}), flush=True)
     return 0
 
 

@@ -1,8 +1,11 @@
-"""Starts servers for benchmarks: any command that answers, or instances of the bundled model that can be killed."""
+"""Starts servers for benchmarks, any command that answers or instances of the bundled model that can be killed, and
+reads what they answer and hold.
+"""
 
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import re
 import signal
@@ -13,15 +16,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import httpx
+import numpy as np
 import psutil
 
 from benchmarks.record import ROOT
 
 _STOP_S = 30.0
 SERVE = [sys.executable, "-m", "launch.serve"]
+HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "dsv3:pages_in_use")
+"""What is 0 on a server without requests."""
 LIMITS = ["--max_num_seqs=16", "--max_model_len=512", "--max_num_batched_tokens=256"]
 
 
@@ -122,6 +128,66 @@ def serving(*arguments: str, command: Sequence[str] = (), **environment: str) ->
             yield instance
         finally:
             instance.kill()
+
+
+def metrics(url: str) -> dict[str, float]:
+    """Returns the sum of each metric's samples."""
+    values: dict[str, float] = {}
+    for line in httpx.get(f"{url}/metrics", timeout=60).raise_for_status().text.splitlines():
+        if not line.startswith("#"):
+            name = line.split("{")[0].split(" ")[0]
+            values[name] = values.get(name, 0.0) + float(line.rpartition(" ")[2])
+    return values
+
+
+def left_behind(url: str, seconds: float = 30.0) -> dict[str, float]:
+    """Returns the requests and pages that a server still has, as soon as it has none, or after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        values = metrics(url)
+        left = {name: values[name] for name in HELD if values.get(name)}
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+def memory(pid: int) -> int:
+    """Returns resident bytes of a process and its children."""
+    total, process = 0, psutil.Process(pid)
+    for each in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += each.memory_info().rss
+    return total
+
+
+async def streamed(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[dict[int, str], list[float]]:
+    """Returns the text of each choice of a stream, and when each of its events came.
+
+    Raises httpx.HTTPError where it has an error or does not end as it should.
+    """
+    texts: dict[int, str] = {}
+    times, data = [], ""
+    async with http.stream("POST", path, json=body | {"stream": True}) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: "):
+                continue
+            data = line.removeprefix("data: ")
+            times.append(time.monotonic())
+            event = json.loads(data) if data != "[DONE]" else {"choices": []}
+            if "choices" not in event:
+                raise httpx.HTTPError(data)
+            for choice in event["choices"]:
+                text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+                texts[choice["index"]] = texts.get(choice["index"], "") + text
+    if data != "[DONE]":
+        raise httpx.HTTPError(f"a stream that ends with {data}")
+    return texts, times[:-1]
+
+
+def longest_gap(times: Sequence[float]) -> float:
+    """Returns the longest time between two events; 0 where there are fewer."""
+    return float(np.diff(times).max(initial=0.0))
 
 
 def processor_s(*processes: psutil.Process) -> float:

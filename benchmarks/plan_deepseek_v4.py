@@ -1,4 +1,4 @@
-"""Plans of DeepSeek-V4: what fits, what is read and sent, and speeds beside SGLang's. Estimates; nothing is timed.
+"""Plans of DeepSeek-V4: what fits, and speeds beside SGLang's and DeepGEMM's. Estimates; nothing is timed.
 
     JAX_PLATFORMS=cpu python -m benchmarks.plan_deepseek_v4
 
@@ -20,15 +20,12 @@ from benchmarks.record import Cell, Report, run
 from configs.deepseek_v4 import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_FLASH_0731, DEEPSEEK_V4_PRO
 from configs.deployments import H100, V4_DEPLOYMENTS, V4_FLASH_4XH200, V4_FLASH_4XH200_TP4, device
 from dsv3.config.model import ModelConfig
-from dsv3.kv_cache.layout import page_bytes
-from tools.plan.attention import cache_reads
 from tools.plan.deployment import Deployment, PlannedBatch, kernel_rates
 from tools.plan.roofline import HOOK_S, TRANSFER_S, decode_stages, wire_rows
 from tools.plan.uncompiled import MixedRate, StepEstimate, UncompiledPlan, uncompiled_plan
 from tools.plan.uncompiled_report import cache_pages
 
 MODELS = {"Flash": DEEPSEEK_V4_FLASH, "Pro": DEEPSEEK_V4_PRO}
-CONTEXTS = {"8K": 2**13, "128K": 2**17, "1M": 2**20}
 SGLANG = {1: (1.72, 606), 16: (8.39, 2538), 64: (38.05, 2994), 256: (104.53, 4872), 1024: (123.81, 4573)}
 """Milliseconds from token to token, and tokens of prompts and answers per second and GPU, by requests at once. The last
 has no drafts."""
@@ -42,19 +39,10 @@ DRAFTS: dict[Drafter, tuple[ModelConfig, dict[str, Any], float]] = {
 }
 """The model that drafts, how, and the chance of each draft if those before it are accepted; 0.9614 gives 5.45 tokens
 per step."""
-GB, MB = 1e9, 1e6
+GB = 1e9
 
 
 def main(report: Report) -> None:
-    columns = ["model", "cache", "per token (B)", "window page (MB)", "state of a request (MB)",
-               "request of 128K (GB)", "request of 1M (GB)"]  # fmt: skip
-    report.table(
-        "Cache of DeepSeek-V4 without an MTP module, and without the share of window pages that are kept",
-        columns,
-        _caches(),
-    )
-    columns = ["model", "context", "latents and entries (MB)", "index keys (MB)"]
-    report.table("What a decoded token reads of an FP8 cache", columns, _reads())
     plans = [each for deployment in V4_DEPLOYMENTS for each in _both(deployment)]
     columns = ["deployment", "experts", "weights (GB)", "requests per rank", "needed (GB)", "of (GB)", "fits",
                "tokens of cache that fit a rank", "window pages that fit"]  # fmt: skip
@@ -62,10 +50,6 @@ def main(report: Report) -> None:
     columns = ["deployment", "experts", "prompts (tokens/s per GPU)", "decode step (ms)", "takes most",
                "answers (tokens/s per GPU)", "both, 8 to 1 (tokens/s per GPU)", "roofline (ms)"]  # fmt: skip
     report.table("Speed (estimate)", columns, (_speed(plan) for plan in plans if plan.steps))
-    columns = ["deployment", "step", "tokens per rank", "experts, in the node (MB)", "experts, between nodes (MB)",
-               "in its rank (MB)"]  # fmt: skip
-    kept = (plan for plan in plans if plan.deployment.fp4 == "keep")
-    report.table("What a GPU sends in a step", columns, (_sent(p, s) for p in kept for s in p.steps))
     columns = ["requests", "SGLang: token to token (ms)", "ours, DSpark", "MTP", "without drafts",
                "SGLang: tokens/s per GPU", "ours, DSpark", "MTP", "without drafts", "DSpark to SGLang's",
                "ranks, experts"]  # fmt: skip
@@ -77,22 +61,6 @@ def main(report: Report) -> None:
     steps = [(requests, drafts, _decode(requests, drafts)) for requests in (1, 16, 256) for drafts in drafters]
     columns = ["requests", "drafts", *(f"{name} (ms)" for name in steps[-1][2].parts)]
     report.table("What takes the time of these decode steps (estimate)", columns, (_parts(*step) for step in steps))
-
-
-def _caches() -> Iterator[list[Cell]]:
-    for name, with_module in MODELS.items():
-        model = dataclasses.replace(with_module, num_nextn_predict_layers=0)
-        for cache_dtype in ("fp8", "bfloat16"):
-            context, window, state = (page_bytes(model, cache_dtype, kind) for kind in ("context", "window", "request"))
-            token = context / model.page_size
-            whole = ((CONTEXTS[size] * token + window + state) / GB for size in ("128K", "1M"))
-            yield [name, cache_dtype, int(token), window / MB, state / MB, *whole]
-
-
-def _reads() -> Iterator[list[Cell]]:
-    for name, model in MODELS.items():
-        for size, context in CONTEXTS.items():
-            yield [name, size, *(nbytes / MB for nbytes in cache_reads(model, context, "fp8"))]
 
 
 def _both(deployment: Deployment, model: ModelConfig | None = None) -> Iterator[UncompiledPlan]:
@@ -130,12 +98,6 @@ def _speed(plan: UncompiledPlan) -> list[Cell]:
         mixed and mixed.tokens_per_device,
         decode.floor and decode.floor.step * 1e3,
     ]
-
-
-def _sent(plan: UncompiledPlan, step: StepEstimate) -> list[Cell]:
-    inside = step.traffic.device_bytes - step.traffic.node_bytes
-    sent = [inside / MB, step.traffic.node_bytes / MB or None, step.sums / MB or None]
-    return [plan.deployment.name, step.phase, step.tokens, *sent]
 
 
 class Best(NamedTuple):

@@ -7,15 +7,12 @@ both transports. `tools/plan/nccl_ep.py` has the library's published figures and
 which it needs the extra `plots`, has a decode layer by each transport.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from benchmarks.record import Cell, Report, run
+from benchmarks.record import Cell, Report, arguments, run
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deepseek_v4 import DEEPSEEK_V4_FLASH
 from configs.deployments import (
@@ -26,11 +23,7 @@ from configs.deployments import (
     V4_FLASH_8XH100,
     V4_FLASH_DECODE_EP32,
 )
-from dsv3.config.model import sizes_of
 from dsv3.engine.device.layout import DECODE_RESERVE, PREFILL_RESERVE
-from sharding.experts.capacity import expected_rows
-from sharding.experts.eplb import rebalance_experts
-from sharding.experts.placement import placement_of
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import choose
 from sharding.mesh import Machine
@@ -47,9 +40,6 @@ GOALS = {("decode_ep144", "decode"): 14_800, ("prefill_ep32", "prefill"): 62_700
 """Tokens per second and node that DeepSeek published of its fleet's decode units, and of its prefill profile."""
 UNITS = (DECODE_EP144, PREFILL_EP32, NODE_8XH200)
 V4_UNITS = (V4_FLASH_4XH200, V4_FLASH_8XH100, V4_FLASH_DECODE_EP32)
-GROUPS, KEPT_GROUPS, TOP_K = 8, 4, 8
-DRAWS = 20_000
-"""Tokens whose experts are drawn."""
 AT_ONCE = {"decode_ep144": (64,), "prefill_ep32": (8192,), "node_8xh200": (48, 2048)}
 """Tokens that a device sends in a micro-batch, or in a whole step that is not split."""
 SLOWER = (1.0, 1.15, 1.5)
@@ -63,19 +53,14 @@ COLUMNS = {
     "plans": ["deployment", "step", "transport", "step (ms)", "waits for dispatch (ms)", "waits for combine (ms)",
               "tokens/s per node", "goal", "of the goal"],
     "errors": ["deployment", "transfers take", "hidden (tokens/s per node)", "not hidden (tokens/s per node)"],
-    "nodes": ["deployment", "placement", "experts per GPU", "routed experts (GB per GPU)", "most nodes",
-              "nodes of a token", "to other nodes in two hops (MB)", "in one hop (MB)"],
     "v4": ["deployment", "step", "transport", "transfers (ms)", "step (ms)", "takes most", "tokens/s per GPU"],
 }  # fmt: skip
 
 
 def main(report: Report) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plot", type=Path)
-    plot = parser.parse_args().plot
+    plot = arguments(__doc__, plot=Path).plot
     report.table("Low-latency transfers of 128 tokens to 8 experts each", COLUMNS["figures"], figures())
     report.table("A layer of DeepSeek-V3: a dispatch and a combine of a device", COLUMNS["bytes"], sent())
-    report.table("Nodes that a token's 8 experts are on", COLUMNS["nodes"], nodes())
     compiled = [each for unit in UNITS for each in both(unit)]
     report.table("Plans of DeepSeek-V3 (estimate)", COLUMNS["plans"], (row for each in compiled for row in each.rows()))
     bars = (row for each in compiled if each.by_library for row in each.errors())
@@ -125,45 +110,6 @@ def sent() -> Iterator[list[Cell]]:
             reserve = 0 if library.mode == "low latency" else reserve
             values = [library.node_bytes / 1e6, library.cross_bytes / 1e6, share, reserve, library.mode, *took]
             yield [unit.name, tokens, NCCL_EP, *values]
-
-
-def nodes() -> Iterator[list[Cell]]:
-    """Yields how many nodes a token goes to, by placement of the experts, for a router without a bias."""
-    for unit, placement, per_gpu, node in placements(np.random.default_rng(0)):
-        reached = np.eye(unit.nodes, dtype=bool)[node].any(axis=1).sum(axis=1)
-        layer = LayerRows.from_widths(1, TOP_K, DEEPSEEK_V3.hidden_size, fp8_dispatch=True)
-        tokens = AT_ONCE[unit.name][0] * layer.row_bytes(TOP_K) * (1 - 1 / unit.nodes) / 1e6
-        weights = DEEPSEEK_V3.num_moe_layers * per_gpu * sizes_of(DEEPSEEK_V3).expert / 1e9
-        by_device = unit.devices * expected_rows(1, unit.devices, TOP_K)
-        sizes = [tokens * reached.mean(), tokens * by_device]
-        yield [unit.name, placement, per_gpu, weights, int(reached.max()), reached.mean(), *sizes]
-
-
-def placements(rng: np.random.Generator) -> Iterator[tuple[Deployment, str, int, np.ndarray]]:
-    """Yields placements of the experts: experts per GPU, and the node of each of a token's experts, `[draws, 8]`."""
-    experts, chosen = DEEPSEEK_V3.n_routed_experts, routed(rng, DRAWS)
-    group = chosen * GROUPS // experts
-    yield PREFILL_EP32, "two groups on a node", 9, group // 2
-    unit, replicas = DECODE_EP144, experts + DECODE_EP144.redundant_experts
-    of_node = replicas // unit.nodes
-    found = rebalance_experts(rng.lognormal(size=(1, experts)), replicas, GROUPS, unit.nodes, unit.devices)
-    placed = placement_of(found, unit.redundant_experts + 1)
-    column = rng.integers(0, placed.copies[0][chosen])
-    yield unit, "by load alone, as served", 2, placed.replicas[0][chosen, column] // of_node
-    yield unit, "groups one after the other", 2, chosen * replicas // experts // of_node
-    copies = np.bincount(np.arange(unit.nodes) % GROUPS)
-    copy = (rng.random((DRAWS, GROUPS)) * copies).astype(int)  # a token takes one node of each group
-    node = group + GROUPS * np.take_along_axis(copy, group, axis=1)
-    yield unit, "a group on a node, two or three times", experts // GROUPS // unit.gpus_per_node, node
-
-
-def routed(rng: np.random.Generator, draws: int) -> np.ndarray:
-    """Returns the experts of `draws` tokens: the best 8 of the 4 groups whose best two scores have the largest sum."""
-    scores = rng.random((draws, GROUPS, DEEPSEEK_V3.n_routed_experts // GROUPS))
-    best = np.sort(scores, axis=2)[:, :, -2:].sum(axis=2)
-    kept = np.argsort(best, axis=1)[:, -KEPT_GROUPS:]
-    masked = np.where((kept[:, :, None] == np.arange(GROUPS)).any(axis=1)[:, :, None], scores, -1)
-    return np.argsort(masked.reshape(draws, -1), axis=1)[:, -TOP_K:]
 
 
 def with_library(unit: Deployment) -> Deployment:

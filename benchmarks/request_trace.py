@@ -49,10 +49,9 @@ def draw(spans: Sequence[ReceivedSpan]) -> str:
         parts.append(f'<rect x="{x:.1f}" y="{y}" width="{length:.1f}" height="13" rx="2" fill="{color}"/>')
         parts.append(f'<text x="{x + length + 4:.1f}" y="{y + 11}">{1e3 * (span.stop - span.start):.1f} ms</text>')
         for at in span.events.values():
-            parts.append(
-                f'<line x1="{_LEFT + (at - first) * scale:.1f}" y1="{y - 2}" x2="{_LEFT + (at - first) * scale:.1f}" '
-                f'y2="{y + 15}" stroke="#c5221f" stroke-width="2"/>'
-            )
+            mark = _LEFT + (at - first) * scale
+            ends = f'x1="{mark:.1f}" y1="{y - 2}" x2="{mark:.1f}" y2="{y + 15}"'
+            parts.append(f'<line {ends} stroke="#c5221f" stroke-width="2"/>')
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -1,36 +1,32 @@
 """A prefill and a decode instance of the bundled model behind a router, ours or another's, and the death of each.
 
   python -m benchmarks.routers
-  python -m benchmarks.routers 'smg launch --pd-disaggregation --prefill {prefill} {transfer_port} \
+  python -m benchmarks.routers --router 'smg launch --pd-disaggregation --prefill {prefill} {transfer_port} \
       --decode {decode} --host 127.0.0.1 --port {port} --prometheus-port {other_port} --policy round_robin'
-  python -m benchmarks.routers 'python toy_proxy_server.py --port {port} --prefiller-ports {prefill_port} \
+  python -m benchmarks.routers --router 'python toy_proxy_server.py --port {port} --prefiller-ports {prefill_port} \
       --decoder-ports {decode_port} --prefiller-hosts 127.0.0.1 --decoder-hosts 127.0.0.1'
 
-The argument is the router's command, without one `launch.router`; what is in braces is filled in. Commands behind
-`--then` run once it has started, each until it succeeds: they name instances to routers that must be given them so. The
-first table has how many texts equal those of one instance asked directly, as answers and as streams, and how many
-tokens came with pages. Then the prefill instance is killed under load, nothing is started in its place, and the second
-table says how requests end; then the decode instance.
+`--router` is the router's command, by default `launch.router`'s; what is in braces is filled in. The first table has
+how many texts equal those of one instance asked directly, as answers and as streams, and how many tokens came with
+pages. Then the prefill instance is killed under load, nothing is started in its place, and the second table says how
+requests end; then the decode instance.
 """
 
 import asyncio
 import contextlib
 import functools
-import json
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.instances import Instance, flags, free_port, key_file, running, serving
-from benchmarks.record import Cell, Report, parser_of, run
+from benchmarks.instances import Instance, flags, free_port, key_file, left_behind, running, serving, streamed
+from benchmarks.record import Cell, Report, arguments, run
 
 OURS = f"{sys.executable} -m launch.router --prefill {{prefill}} --decode {{decode}} --port {{port}}"
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -54,16 +50,6 @@ def requests(count: int) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def follow(commands: list[str], names: dict[str, str]) -> None:
-    """Runs each command until it succeeds."""
-    deadline = time.monotonic() + _START_S
-    for command in commands:
-        while subprocess.run(shlex.split(command.format(**names)), capture_output=True).returncode:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"this does not succeed: {command.format(**names)}")
-            time.sleep(0.2)
-
-
 def answers(url: str) -> bool:
     """Returns whether a router completes a text."""
     body = {"model": "dsv3-tiny", "prompt": "x", "max_tokens": 1}
@@ -82,20 +68,6 @@ async def ask(http: httpx.AsyncClient, url: str, path: str, body: dict[str, Any]
     return found
 
 
-async def streamed(http: httpx.AsyncClient, url: str, path: str, body: dict[str, Any]) -> dict[int, str]:
-    """Returns the text of each choice of a stream; raises httpx.HTTPError for one that does not end as it should."""
-    texts: dict[int, str] = {}
-    async with http.stream("POST", url + path, json=body | {"stream": True}) as answer:
-        answer.raise_for_status()
-        lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line.startswith("data: ")]
-    if not lines or lines[-1] != "[DONE]":
-        raise httpx.HTTPError(f"a stream that ends with {lines[-1:]}")
-    for choice in (choice for line in lines[:-1] for choice in json.loads(line)["choices"]):
-        text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-        texts[choice["index"]] = texts.get(choice["index"], "") + text
-    return texts
-
-
 def texts_of(answer: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns text and end of each choice."""
     texts = (choice["text"] if "text" in choice else choice["message"]["content"] for choice in answer["choices"])
@@ -109,7 +81,7 @@ async def compare(router: str, alone: Instance, count: int) -> list[list[Cell]]:
         for path, body in requests(count):
             await ask(http, alone.url, path, body | {"max_tokens": 1})
             here, there = await ask(http, alone.url, path, body), await ask(http, router, path, body)
-            usage, parts = there["usage"], await streamed(http, router, path, body)
+            usage, (parts, _) = there["usage"], await streamed(http, router + path, body)
             equal += texts_of(here) == texts_of(there)
             streams += [parts.get(i, "") for i in range(len(parts))] == [text for text, _ in texts_of(here)]
             prompt += usage["prompt_tokens"]
@@ -119,18 +91,6 @@ async def compare(router: str, alone: Instance, count: int) -> list[list[Cell]]:
         ["streams", streams, count],
         ["prompt tokens that came with pages", cached, prompt],
     ]
-
-
-def pages_in_use(instance: Instance) -> int:
-    """Returns the pages that requests hold; waits a moment until those that were given up are free."""
-    left = 0.0
-    for _ in range(50):
-        lines = httpx.get(f"{instance.url}/metrics", timeout=_PATIENCE_S).text.splitlines()
-        left = sum(float(line.split()[-1]) for line in lines if line.startswith("dsv3:pages_in_use"))
-        if not left:
-            break
-        time.sleep(0.1)
-    return int(left)
 
 
 async def under_load(router: str, count: int, clients: int, victim: Instance | None) -> list[Cell]:
@@ -159,26 +119,17 @@ async def under_load(router: str, count: int, clients: int, victim: Instance | N
 
 
 def main(report: Report) -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("command", nargs="?", default=OURS)
-    parser.add_argument("--then", action="append", default=[])
-    parser.add_argument("--requests", type=int, default=20)
-    parser.add_argument("--clients", type=int, default=4, help="under which instances are killed; 0: none is")
-    args = parser.parse_args()
+    args = arguments(__doc__, router=OURS, requests=20, clients=4)
     with contextlib.ExitStack() as stack:
         key = key_file(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        arguments = flags("prefill", key)
-        transfer_port = arguments[-1].rpartition(":")[2]
-        prefill, decode, alone = (
-            stack.enter_context(serving(*each)) for each in (arguments, flags("decode", key), flags("alone", key))
-        )
+        given = [flags(role, key) for role in ("prefill", "decode", "alone")]
+        transfer_port = given[0][-1].rpartition(":")[2]
+        prefill, decode, alone = (stack.enter_context(serving(*each)) for each in given)
         names = {"prefill": prefill.url, "decode": decode.url, "transfer_port": transfer_port}
         names |= {f"{role}_port": re.sub(r".*:", "", names[role]) for role in ("prefill", "decode")}
         names |= {"port": str(free_port()), "other_port": str(free_port())}
         router = f"http://127.0.0.1:{names['port']}"
-        following = threading.Thread(target=follow, args=(args.then, names), daemon=True)
-        following.start()
-        command = shlex.split(args.command.format(**names))
+        command = shlex.split(args.router.format(**names))
         stack.enter_context(running(command, functools.partial(answers, router), _START_S))
         compared = asyncio.run(compare(router, alone, args.requests))
         report.table("Beside one instance that does both", ["what", "equal", "of"], compared)
@@ -187,7 +138,9 @@ def main(report: Report) -> None:
         lines = []
         for what, victim in (("nothing", None), ("kill -9 prefill", prefill), ("kill -9 decode", decode)):
             ends = asyncio.run(under_load(router, args.requests, args.clients, victim))
-            lines.append([what, *ends, None if victim is decode else pages_in_use(decode)])
+            lines.append(
+                [what, *ends, None if victim is decode else left_behind(decode.url, 5.0).get("dsv3:pages_in_use", 0)]
+            )
         columns = ["event", "answered", "refused", "broken off", "longest wait (s)", "pages left"]
         report.table(f"Under {args.clients} clients", columns, lines)
 

@@ -9,25 +9,25 @@ and nothing may have been compiled. With --server_pid the resident memory of the
 --max_growth_mib from the middle third of the run to its last third, and none of the descriptors may be left that they
 opened meanwhile; a worker that starts under load brings its own. With --hostile all attacks of `benchmarks.attacks`, or
 those that --attack names, are made meanwhile, one after the other for --attack_seconds; then no honest request may fail
-or be refused, and the goal of `benchmarks.hostile` is kept. Exit status 0 means that all of this holds.
+or be refused, and the goal of `benchmarks.attacks` is kept. Exit status 0 means that all of this holds.
 """
 
 import argparse
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import random
 import statistics
 import time
 
+import numpy as np
 import psutil
 
-from benchmarks.attacks import ATTACKS
-from benchmarks.hostile import Felt, Siege, memory, percentiles
-from benchmarks.hostile import problems as problems_of
+from benchmarks.attacks import ATTACKS, PATIENCE_S, Felt, besieged, percentiles
+from benchmarks.attacks import problems as problems_of
+from benchmarks.instances import HELD, left_behind, longest_gap, memory, metrics
 from benchmarks.record import Cell, Report, arguments, run
 from dsv3.http_client import Address, Client
 from tools.load import RequestRecord, complete
@@ -37,7 +37,6 @@ _SPARE_DESCRIPTORS = (
     8  # this client's own connections, and the API server's pipes to workers that have started meanwhile
 )
 _COMPILED = "dsv3:recompilations_total"
-_LEFT_BEHIND = ("vllm:num_requests_running", "vllm:num_requests_waiting", "dsv3:pages_in_use")
 
 
 @dataclasses.dataclass
@@ -59,8 +58,7 @@ class Totals:
         """Counts a request; returns for how long its client waits before the next one."""
         self.ttft += [] if record.ttft_s is None else [record.ttft_s]
         if record.error is None:
-            times = [arrival.time_s for arrival in record.arrivals]
-            self.gaps.append(max((after - before for before, after in itertools.pairwise(times)), default=0.0))
+            self.gaps.append(longest_gap([arrival.time_s for arrival in record.arrivals]))
             return 0.0
         if record.error == "left" or (record.error == "timeout" and record.finished_s - record.sent_s < 1):
             self.disconnected += 1
@@ -71,35 +69,44 @@ class Totals:
         self.failed.append(f"{record.error}: {record.detail[:200]}")
         return 0.1
 
+    def look(self, pid: int | None) -> None:
+        """Notes memory and open descriptors of all the server's processes."""
+        if pid is None:
+            return
+        self.rss.append(memory(pid))
+        server = psutil.Process(pid)
+        self.descriptors.append({})
+        for process in [server, *server.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.descriptors[-1][process.pid] = process.num_fds()
+
 
 def main(report: Report) -> int:
     given = arguments(
-        __doc__, url="http://127.0.0.1:8000", api_key=None, clients=64, seconds=120.0, disconnects=0.2, max_tokens=64,
+        __doc__, url="http://127.0.0.1:8000", clients=64, seconds=120.0, disconnects=0.2, max_tokens=64,
         server_pid=int, max_growth_mib=32.0, hostile=False, attack_seconds=10.0, attack=[],
     )  # fmt: skip
     return asyncio.run(_soak(report, given))
 
 
 async def _soak(report: Report, given: argparse.Namespace) -> int:
-    tally, started = Totals(), time.monotonic()
-    client = Client(Address.parse(given.url), given.api_key)
-    _look(tally, given.server_pid)
-    sampler = asyncio.create_task(_sample(client, tally, started, given.server_pid))
-    attacks = (Address.parse(given.url).port, given.seconds, given.attack_seconds, given.attack or list(ATTACKS))
-    siege = Siege(*attacks) if given.hostile else None
-    try:
-        await asyncio.gather(*(_client(client, tally, i, started, given) for i in range(given.clients)))
-        felt = None if siege is None else await asyncio.to_thread(siege.end)
-    finally:
-        if siege is not None:
-            siege.stop()
-        sampler.cancel()
-        await client.close()  # with its connections, whose descriptors are not the server's
-    client = Client(Address.parse(given.url), given.api_key)
-    left = await _wait_until_idle(client)
-    _look(tally, given.server_pid)
-    await client.close()
-    return _report(report, tally, felt, left, given)
+    tally, started, address = Totals(), time.monotonic(), Address.parse(given.url)
+    names = (given.attack or list(ATTACKS)) if given.hostile else []
+    tally.look(given.server_pid)
+    with besieged(address.port, given.seconds, given.attack_seconds, names) as (attacking, feeling):
+        client, sampler = Client(address), asyncio.create_task(_sample(tally, started, given))
+        try:
+            await asyncio.gather(*(_client(client, tally, i, started, given) for i in range(given.clients)))
+        finally:
+            sampler.cancel()
+            await client.close()  # with its connections, whose descriptors are not the server's
+        made = await asyncio.to_thread(attacking.get, PATIENCE_S)
+        felt = await asyncio.to_thread(feeling.get, PATIENCE_S)
+    left = left_behind(given.url)
+    if compiled := metrics(given.url).get(_COMPILED):
+        left[_COMPILED] = compiled
+    tally.look(given.server_pid)
+    return _report(report, tally, made, felt, left, given)
 
 
 async def _client(client: Client, tally: Totals, number: int, started: float, given: argparse.Namespace) -> None:
@@ -120,12 +127,12 @@ async def _client(client: Client, tally: Totals, number: int, started: float, gi
         await asyncio.sleep(tally.add(record))
 
 
-async def _sample(client: Client, tally: Totals, started: float, pid: int | None) -> None:
+async def _sample(tally: Totals, started: float, given: argparse.Namespace) -> None:
     while True:
-        _look(tally, pid)
-        values = await _metrics(client)
+        tally.look(given.server_pid)
+        values = await asyncio.to_thread(metrics, given.url)
+        running, waiting, pages = (int(values[name]) for name in HELD)
         resident = f", {tally.rss[-1] / 2**20:.0f} MiB" if tally.rss else ""
-        running, waiting, pages = (int(values[name]) for name in _LEFT_BEHIND)
         print(
             f"{time.monotonic() - started:5.0f} s: {running} running, {waiting} waiting, {pages} pages{resident}, "
             f"{len(tally.gaps)} finished, {tally.disconnected} hung up, {len(tally.failed)} failed",
@@ -134,56 +141,10 @@ async def _sample(client: Client, tally: Totals, started: float, pid: int | None
         await asyncio.sleep(_SAMPLE_S)
 
 
-def _look(tally: Totals, pid: int | None) -> None:
-    """Notes memory and open descriptors of all the server's processes."""
-    if pid is None:
-        return
-    tally.rss.append(memory([pid]))
-    server = psutil.Process(pid)
-    tally.descriptors.append({})
-    for process in [server, *server.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            tally.descriptors[-1][process.pid] = process.num_fds()
-
-
-async def _metrics(client: Client) -> dict[str, float]:
-    async with client.request("GET", "/metrics") as answer:
-        text = (await answer.read(1 << 24)).decode()
-    values: dict[str, float] = {}
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            name = line.split("{")[0].split(" ")[0]
-            values[name] = values.get(name, 0.0) + float(line.rpartition(" ")[2])
-    return values
-
-
-async def _wait_until_idle(client: Client, seconds: float = 30.0) -> dict[str, float]:
-    """Returns what is left behind, as soon as nothing is, or after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while True:
-        values = await _metrics(client)
-        left = {name: values[name] for name in (*_LEFT_BEHIND, _COMPILED) if values.get(name)}
-        if not left or time.monotonic() > deadline:
-            return left
-        await asyncio.sleep(0.1)
-
-
 def _report(
-    report: Report,
-    tally: Totals,
-    siege: tuple[dict[str, int], Felt] | None,
-    left: dict[str, float],
-    given: argparse.Namespace,
+    report: Report, tally: Totals, made: dict[str, int], felt: Felt, left: dict[str, float], given: argparse.Namespace
 ) -> int:
-    growth = _growth_mib(tally.rss)
-    problems = [f"left behind: {left}"] if left else []
-    problems += _problems_of_siege(tally, siege[1]) if siege else []
-    if tally.descriptors:
-        problems += descriptor_problems(tally.descriptors[0], tally.descriptors[-1])
-    problems += [f"{len(tally.failed)} requests failed, the first with {tally.failed[0]}"] if tally.failed else []
-    problems += ["no stream finished"] if not tally.gaps else []
-    if growth is not None and growth > given.max_growth_mib:
-        problems.append(f"resident memory grew by {growth:.1f} MiB")
+    growth, problems = _growth_mib(tally.rss), _problems(tally, felt, left, given)
     counts: list[list[Cell]] = [
         ["streams finished", len(tally.gaps)],
         ["hung up", tally.disconnected],
@@ -194,18 +155,33 @@ def _report(
         ["requests, pages and compiled programs left", int(sum(left.values()))],
     ]
     report.table(f"{given.clients} clients, {given.seconds:g} s", ["what", "result"], counts)
-    felt = {"longest gap of a stream": tally.gaps}
-    felt |= {"/health": siege[1].health, "stalls of the machine": siege[1].stalls} if siege else {}
-    rows = ([name, *percentiles(values)] for name, values in felt.items() if values)
+    waits = {"longest gap of a stream": tally.gaps, "/health": felt.health}
+    rows = ([name, *percentiles(values)] for name, values in waits.items() if values)
     report.table("What clients felt", ["what", "p50 (ms)", "p99 (ms)", "worst (ms)"], rows)
     samples = {"resident memory (MiB)": [round(value / 2**20) for value in tally.rss],
                "descriptors": [sum(each.values()) for each in tally.descriptors]}  # fmt: skip
     rows = ([name, each[0], each[len(each) // 2], max(each), each[-1]] for name, each in samples.items() if each)
     report.table("The server's processes", ["what", "start", "middle", "peak", "end"], rows)
-    if siege:
-        report.table("Attacks", ["attack", "made"], siege[0].items())
+    if given.hostile:
+        report.table("Attacks", ["attack", "made"], made.items())
     report.table("Problems", ["problem"], ([text] for text in problems))
     return 1 if problems else 0
+
+
+def _problems(tally: Totals, felt: Felt, left: dict[str, float], given: argparse.Namespace) -> list[str]:
+    problems = [f"left behind: {left}"] if left else []
+    if given.hostile:
+        peak = (max(tally.rss) - tally.rss[0]) / 2**20 if tally.rss else None
+        problems += problems_of(felt, tally.gaps, peak)
+        problems += [f"{tally.busy} requests were refused because the queue was full"] if tally.busy else []
+    if tally.descriptors:
+        problems += descriptor_problems(tally.descriptors[0], tally.descriptors[-1])
+    problems += [f"{len(tally.failed)} requests failed, the first with {tally.failed[0]}"] if tally.failed else []
+    problems += ["no stream finished"] if not tally.gaps else []
+    growth = _growth_mib(tally.rss)
+    if growth is not None and growth > given.max_growth_mib:
+        problems.append(f"resident memory grew by {growth:.1f} MiB")
+    return problems
 
 
 def descriptor_problems(before: dict[int, int], after: dict[int, int]) -> list[str]:
@@ -215,19 +191,12 @@ def descriptor_problems(before: dict[int, int], after: dict[int, int]) -> list[s
     return [f"{start} descriptors at the start, {end} in the same processes at the end"] if grown else []
 
 
-def _problems_of_siege(tally: Totals, felt: Felt) -> list[str]:
-    peak = (max(tally.rss) - tally.rss[0]) / 2**20 if tally.rss else None
-    found = problems_of(felt, tally.gaps, peak)
-    return [*found, f"{tally.busy} requests were refused because the queue was full"] if tally.busy else found
-
-
 def _growth_mib(samples: list[int]) -> float | None:
     """Growth from the median of the run's middle third to that of its last third; the first third warms up."""
     if len(samples) < 3:
         return None
-    third = len(samples) // 3
-    middle, last = samples[third : 2 * third], samples[-third:]
-    return (statistics.median(last) - statistics.median(middle)) / 2**20
+    _, middle, last = np.array_split(samples, 3)
+    return float(np.median(last) - np.median(middle)) / 2**20
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What drafts gain on the bundled model, on text that it was not trained on.
 
     JAX_PLATFORMS=cpu python -m benchmarks.speculative [--method mtp] [--rounds 3] [--tokens 128]
-    python -m benchmarks.speculative --synthetic 0.85,0.7,0.6 [--method dspark] [--model DIR]
+    python -m benchmarks.speculative --synthetic 0.85,0.7,0.6 [--model DIR] [--method dspark]
 
 Prompts are beginnings of held-out files of Python's standard library. Engines with 0 to 3 drafts, or 0 to 5 of DSpark,
 answer the same requests in turns, greedily and at temperature 0.7 with seeds, 1, 4 and 16 at a time. A line per case
@@ -11,7 +11,7 @@ host's time per step over that without drafts, and whether all texts are those w
 With `--synthetic` the weights are random, of the shape that DIR's config.json says, and a coin accepts drafts at the
 given rates: one for each draft once those before it are accepted, or the shares of rows by place. So the speed at a
 known acceptance can be measured without a checkpoint. Texts then mean nothing, and are not compared. The bundled model
-has no stages of DSpark: without DIR a small model of DeepSeek-V4's form, with random weights, drafts by that method.
+has no stages of DSpark, so `--method dspark` needs DIR.
 """
 
 import argparse
@@ -26,7 +26,6 @@ import numpy as np
 
 from benchmarks.engines import answer
 from benchmarks.record import Cell, Report, arguments, run, spread
-from configs.deepseek_v4 import DEEPSEEK_V4_FLASH_0731
 from dsv3 import SamplingParams
 from dsv3.config.hugging_face import load_config
 from dsv3.config.options import EngineOptions
@@ -45,30 +44,6 @@ from training.corpus import documents, split_documents, standard_library
 SIZES = (1, 4, 16)
 PROMPT = 96
 SAMPLING = {"greedy": {"temperature": 0.0}, "0.7": {"temperature": 0.7, "top_p": 0.95, "seed": 7}}
-assert DEEPSEEK_V4_FLASH_0731.compressed is not None and DEEPSEEK_V4_FLASH_0731.dspark is not None
-SMALL_V4 = dataclasses.replace(
-    DEEPSEEK_V4_FLASH_0731,
-    vocab_size=4096,
-    hidden_size=256,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    q_lora_rank=128,
-    moe_intermediate_size=128,
-    n_routed_experts=16,
-    num_experts_per_tok=2,
-    num_hash_layers=1,
-    compressed=dataclasses.replace(
-        DEEPSEEK_V4_FLASH_0731.compressed,
-        ratios=(0, 4, 128, 4),
-        indexer=dataclasses.replace(DEEPSEEK_V4_FLASH_0731.compressed.indexer, num_heads=4, topk=64),
-        output_groups=2,
-        output_rank=64,
-    ),
-    dspark=dataclasses.replace(
-        DEEPSEEK_V4_FLASH_0731.dspark, noise_token_id=4095, target_layers=(1, 2, 3), markov_rank=32
-    ),
-)
-"""DeepSeek-V4-Flash-0731 at a size that a CPU computes: its kinds of layers, and three stages of DSpark."""
 LIMITS = {"max_num_seqs": max(SIZES), "max_model_len": 512, "max_num_batched_tokens": 1024}
 
 
@@ -86,8 +61,8 @@ class Run(NamedTuple):
 def main(report: Report) -> None:
     given = arguments(__doc__, method="mtp", rounds=3, tokens=128, drafts=int, synthetic=str, model=Path)
     method, synthetic = given.method, given.synthetic and [float(rate) for rate in given.synthetic.split(",")]
-    if method == "dspark" and synthetic is None:
-        raise SystemExit("--method dspark: the bundled model has no stages of DSpark; give --synthetic")
+    if method == "dspark" and (synthetic is None or given.model is None):
+        raise SystemExit("--method dspark: the bundled model has no stages of DSpark; give --synthetic and --model")
     count = range((given.drafts or (5 if method == "dspark" else 3)) + 1)
     if synthetic is None:
         engines = [_engine(_config(method, n)) for n in count]
@@ -126,10 +101,10 @@ def _engine(config: dict[str, Any] | None) -> Engine:
 
 def _random_engine(directory: Path | None, method: str, drafts: int, given: list[float]) -> Engine:
     """Returns an engine with random weights that accepts by coins."""
-    default = SMALL_V4 if method == "dspark" else load_config(bundled_model())
+    directory = directory or bundled_model()
     options = EngineOptions(speculative_config=_config(method, drafts), enable_prefix_caching=False, **LIMITS)
     try:
-        model = served(load_config(directory) if directory else default, options)
+        model = served(load_config(directory), options)
     except ValueError as error:
         raise SystemExit(f"{directory}: {error}") from None
     model = dataclasses.replace(model, fp8=None, fp4_experts=False)

@@ -21,8 +21,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import itertools
-import json
 import os
 import re
 import signal
@@ -37,12 +35,23 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.instances import LIMITS, ROOT, Instance, free_port, key_file, processor_s, serving
+from benchmarks.instances import (
+    LIMITS,
+    ROOT,
+    Instance,
+    free_port,
+    key_file,
+    longest_gap,
+    processor_s,
+    serving,
+    streamed,
+)
 from benchmarks.record import Cell, Report, arguments, run
 
+PATH = "/v1/completions"
 CLIENTS = 32
 TOKENS = 320
-_HEALTH_S = 0.02
+_HEALTH_S, _PATIENCE_S = 0.02, 600.0
 _DOWN = re.compile(r"^dsv3:engine_up\{.*\} 0\.0$", re.MULTILINE)
 _AWAY = ["--cluster_return_timeout=15", "--cluster_grow_interval=5"]
 
@@ -79,32 +88,16 @@ Body = dict[str, object]
 
 def bodies() -> list[Body]:
     """Returns the requests: half of them greedy, half sampled."""
-    common: Body = {"max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+    common: Body = {"max_tokens": TOKENS, "ignore_eos": True}
     return [
         {"prompt": f"def function_{i}(values):\n    ", "temperature": i % 2, "seed": i} | common for i in range(CLIENTS)
     ]
 
 
-async def stream(http: httpx.AsyncClient, body: Body) -> tuple[str, list[float]]:
-    """Returns the text of an answer, and when each of its events came."""
-    text, times = "", []
-    async with http.stream("POST", "/v1/completions", json=body) as answer:
-        answer.raise_for_status()
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            if "choices" not in event:
-                raise RuntimeError(line)
-            text += event["choices"][0]["text"]
-            times.append(time.monotonic())
-    return text, times
-
-
 def pause(times: list[float], killed_at: float) -> float | None:
     """Returns the longest time without an event since the engine died; None for a stream that had ended."""
-    after = [killed_at, *(each for each in times if each > killed_at)]
-    return max((b - a for a, b in itertools.pairwise(after)), default=None)
+    after = [each for each in times if each > killed_at]
+    return longest_gap([killed_at, *after]) if after else None
 
 
 def engine_processes(instance: Instance) -> list[psutil.Process]:
@@ -133,9 +126,10 @@ async def restarted(
     before = {child.pid: processor_s(child) for child in engine_processes(instance)}
     strike()
     struck_at = time.monotonic()
-    for is_up in (False, True):
-        while await are_up(http) != is_up:
-            await asyncio.sleep(_HEALTH_S)
+    async with asyncio.timeout(_PATIENCE_S):
+        for is_up in (False, True):
+            while await are_up(http) != is_up:
+                await asyncio.sleep(_HEALTH_S)
     seconds, engines = time.monotonic() - struck_at, engine_processes(instance)
     engine = oldest(engines)
     if "dsv3:engine_up" in (await http.get("/metrics")).text:  # without spares: the next process is the youngest
@@ -153,13 +147,13 @@ async def measure(
     lines: list[list[Cell]] = []
     async with httpx.AsyncClient(base_url=instance.url, timeout=600, limits=limits) as http:
         began = time.monotonic()
-        undisturbed = [text for text, _ in await asyncio.gather(*(stream(http, body) for body in bodies()))]
+        undisturbed = [text for text, _ in await asyncio.gather(*(streamed(http, PATH, body) for body in bodies()))]
         seconds = time.monotonic() - began
 
         async def strike(what: str, act: Callable[[], None], after_s: float) -> None:
             """Adds the line of a strike while streams run."""
             striking = asyncio.create_task(restarted(http, instance, act, after_s))
-            found = await asyncio.gather(*(stream(http, body) for body in bodies()))
+            found = await asyncio.gather(*(streamed(http, PATH, body) for body in bodies()))
             struck_at, ready_s, used_s = await striking
             pauses = [each for _, times in found if (each := pause(times, struck_at)) is not None] or [0.0]
             differ = sum(text != other for (text, _), other in zip(found, undisturbed, strict=True))

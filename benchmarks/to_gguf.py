@@ -1,11 +1,11 @@
 """Writes a DeepSeek-V3 checkpoint of ours as a GGUF file, which a llama-server reads.
 
-    pip install gguf
+    pip install gguf safetensors ml_dtypes
     python benchmarks/to_gguf.py DIR FILE.gguf --type bf16|f32|q8_0
 
-DIR is a directory that `benchmarks.cpu_peers --make` wrote, or the bundled model. It needs the packages gguf and numpy
-only, so it runs in an environment of its own. Names and shapes are those of llama.cpp's `deepseek2`; as there, norms
-and the router stay float32 in every type. Layers of multi-token prediction are left out.
+DIR is a directory that `benchmarks.cpu_peers --make` wrote, or the bundled model. It needs these packages only,
+so it runs in an environment of its own. Names and shapes are those of llama.cpp's `deepseek2`; as there, norms and the
+router stay float32 in every type. Layers of multi-token prediction are left out.
 
 llama.cpp's own converter does the same, with torch and transformers, and refuses a tokenizer that it does not know.
 Prompts of `cpu_peers` are token ids; text is split by a general rule here, which is not this tokenizer's own.
@@ -13,91 +13,46 @@ Prompts of `cpu_peers` are token ids; text is split by a general rule here, whic
 
 import argparse
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
+import ml_dtypes  # noqa: F401  numpy learns bfloat16 by it
 import numpy as np
+from safetensors import safe_open
 
 TYPES = {
     "f32": gguf.GGMLQuantizationType.F32,
     "bf16": gguf.GGMLQuantizationType.BF16,
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
 }
-MODEL = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-LAYER = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "self_attn.q_a_proj.weight": "attn_q_a.weight",
-    "self_attn.q_a_layernorm.weight": "attn_q_a_norm.weight",
-    "self_attn.q_b_proj.weight": "attn_q_b.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
-    "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-    "mlp.gate.weight": "ffn_gate_inp.weight",
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "mlp.shared_experts.gate_proj.weight": "ffn_gate_shexp.weight",
-    "mlp.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
-    "mlp.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
-}
 SPECIAL_PREFIX = "<｜"
 
 
-class Checkpoint:
-    """The tensors of a directory of safetensors files, as float32."""
-
-    def __init__(self, directory: Path) -> None:
-        self._entries: dict[str, tuple[Path, int, dict]] = {}
-        for path in sorted(directory.glob("*.safetensors")):
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            self._entries |= {name: (path, 8 + length, entry) for name, entry in header.items()}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        path, start, entry = self._entries[name]
-        dtype = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}.get(entry["dtype"])
-        if dtype is None:
-            raise ValueError(f"{name} is {entry['dtype']}; F32, F16 and BF16 can be written")
-        count, offset = math.prod(entry["shape"]), start + entry["data_offsets"][0]
-        values = np.fromfile(path, dtype, count, offset=offset).reshape(entry["shape"])
-        if dtype is np.uint16:
-            return (values.astype(np.uint32) << 16).view(np.float32)
-        return values.astype(np.float32)
-
-
-def tensors(cfg: dict, checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
+def tensors(cfg: dict, directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Yields each tensor's name in the GGUF file and its values."""
-    for name, theirs in MODEL.items():
-        if name in checkpoint:
-            yield theirs, checkpoint[name]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DEEPSEEK2, cfg["num_hidden_layers"])
+    files = [safe_open(path, "numpy") for path in sorted(directory.glob("*.safetensors"))]
+    found = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+    def read(name: str) -> np.ndarray:
+        return found[name].get_tensor(name).astype(np.float32)
+
+    for name in found:
+        theirs = names.get_name(name.replace("correction_bias", "correction.bias"), (".weight", ".bias"))
+        if theirs is not None and "kv_b_proj" not in name:
+            yield theirs, read(name)
     for layer in range(cfg["num_hidden_layers"]):
         ours, block = f"model.layers.{layer}.", f"blk.{layer}."
-        for name, theirs in LAYER.items():
-            if ours + name in checkpoint:
-                yield block + theirs, checkpoint[ours + name]
-        up = checkpoint[f"{ours}self_attn.kv_b_proj.weight"]
+        up = read(f"{ours}self_attn.kv_b_proj.weight")
         up = up.reshape(cfg["num_attention_heads"], -1, up.shape[-1])  # [H, nope + V, R]
         keys, values = np.split(up, [cfg["qk_nope_head_dim"]], axis=1)
         yield block + "attn_k_b.weight", keys.transpose(0, 2, 1)
         yield block + "attn_v_b.weight", values
         if layer >= cfg["first_k_dense_replace"]:
             for kind in ("gate", "up", "down"):
-                names = [f"{ours}mlp.experts.{e}.{kind}_proj.weight" for e in range(cfg["n_routed_experts"])]
-                yield f"{block}ffn_{kind}_exps.weight", np.stack([checkpoint[name] for name in names])
+                experts = [f"{ours}mlp.experts.{e}.{kind}_proj.weight" for e in range(cfg["n_routed_experts"])]
+                yield f"{block}ffn_{kind}_exps.weight", np.stack(list(map(read, experts)))
 
 
 def kind_of(name: str, values: np.ndarray, wanted: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
@@ -158,12 +113,13 @@ def main() -> None:
     parser.add_argument("--type", choices=TYPES, default="bf16")
     arguments = parser.parse_args()
     cfg = json.loads((arguments.directory / "config.json").read_text())
-    if cfg.get("rope_scaling"):
-        parser.error(f"rope_scaling {cfg['rope_scaling']} is not written; models without it are")
+    for field in ("rope_scaling", "quantization_config"):
+        if cfg.get(field):
+            parser.error(f"{field} {cfg[field]} is not written; models without it are")
     writer = gguf.GGUFWriter(arguments.file, "deepseek2")
     describe(writer, cfg)
     write_tokenizer(writer, arguments.directory, cfg)
-    for name, values in tensors(cfg, Checkpoint(arguments.directory)):
+    for name, values in tensors(cfg, arguments.directory):
         kind = kind_of(name, values, TYPES[arguments.type])
         writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
     writer.write_header_to_file()

@@ -23,7 +23,6 @@ import pytest
 
 from benchmarks import checkpoint, engines, instances
 from benchmarks.record import Report
-from benchmarks.speculative import SMALL_V4
 from configs.tiny import TRAINING
 from dsv3 import LLM
 from dsv3.config.model import ModelConfig
@@ -61,16 +60,8 @@ def zeros(cfg: ModelConfig, key: jax.Array, dtype: Any) -> Params:
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract(cfg, dtype))
 
 
-ONE_LAYER = dataclasses.replace(
-    SMALL_V4, num_hidden_layers=1, num_hash_layers=0,
-    compressed=dataclasses.replace(SMALL_V4.compressed, ratios=(128,)),
-    dspark=dataclasses.replace(SMALL_V4.dspark, stages=1, target_layers=(0,)),
-)  # fmt: skip
-
-
 def write_tuning(model: Path, options: object, path: Path, budget_seconds: float) -> tuning.Tuning:
-    rows = [dict(zip(("choice", "default", "chosen", "gain"), row, strict=True)) for row in CHOSEN]
-    found = tuning.Tuning(tuning.made_for(model), {"prefill_batch_sizes": "32"}, {}, rows)
+    found = tuning.Tuning(tuning.made_for(model), {"prefill_batch_sizes": "32"}, {}, [])
     tuning.write_tuning(path, found)
     return found
 
@@ -94,12 +85,6 @@ def serving(*flags: str) -> Iterator[instances.Instance]:
         yield instance
 
 
-CHOSEN = (
-    ("prefill_batch_sizes", "64", "32,64", 1.1),
-    ("product on a CPU 1 x 2 x 3 x float32 x alone", "C++", "XLA", 2),
-)
-
-
 def checkpoint_case(case: str, directory: Path) -> dict[str, float]:
     """Measures in this process what would import jax in another; one case has the process that the command gives it."""
     return in_fresh_process(case, directory) if "raw" in case else checkpoint.run_case(case, directory)
@@ -116,7 +101,6 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
             "SIZES": checkpoint.SIZES | {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256},
         },
     ),
-    ("cluster_send", "--ranks 4 --rows 4 --followers 1 --steps 2", {}),
     (
         "cpu_peers",
         "--dtypes float32 --requests 1 --tokens 4 --long 8 --rounds 1 --repeats 1",
@@ -125,10 +109,9 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("cpu_step", "--rows 1 --dtypes float32 --rounds 1 --seconds 0.01", {}),
     ("engine_host", "--running 2 --steps 2", {"MAX_NUM_BATCHED_TOKENS": 64}),
     ("engine_host", "--drafts 1 --running 4 --steps 2 --rounds 1", {}),
-    ("eplb", "", {"ROUNDS": 1, "LAYERS": 2}),
     ("first_start", "--wake", {"LLM": SMALL_LLM, "ROUNDS": 1, "_RESTART": "pass"}),
     ("front", "--streams=8 --rate=9 --seconds=0.3 --traces=1", {}),
-    ("hostile", "--seconds 0.3 --only none", {}),
+    ("attacks", "--seconds 0.3 --only none", {}),
     ("kv_tiers", "--rounds 1 --values 4 --directory {tmp}", {"VALUE_BYTES": 2**16}),
     ("launches", "--save {tmp}/step.hlo", {"compiled_step": lambda: COMPILED_TEXT}),
     ("needle", "--ratio 128 --tokens 300 --chunk 64", {}),
@@ -142,15 +125,8 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ),
     (
         "speculative",
-        "--method dspark --synthetic 0.8 --drafts 1 --rounds 1 --tokens 4",
-        {
-            "SIZES": (1,),
-            "LIMITS": ONE_ROW,
-            "SAMPLING": GREEDY,
-            "PROMPT": 32,
-            "SMALL_V4": ONE_LAYER,
-            "initialize": zeros,
-        },
+        "--synthetic 0.8 --drafts 1 --rounds 1 --tokens 4",
+        {"SIZES": (1,), "LIMITS": ONE_ROW, "SAMPLING": GREEDY, "PROMPT": 32, "initialize": zeros},
     ),
     (
         "structured",
@@ -166,8 +142,8 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("training", "", {"REPEATS": 1, "TRAINING": SMALL}),
 ]
 ELSEWHERE = {
-    "bundled_answers": "reads 84,680 tokens; tests/training holds the model to its loss",
-    "clients": "needs nine packages of others",
+    "bundled_answers": "answers 20 questions; tests/training holds the model to its loss",
+    "clients": "needs packages of others",
     "plan_deepseek_v4": "tests/benchmarks/test_plan_deepseek_v4.py",
     "plan_long_contexts": "tests/benchmarks/test_plan_long_contexts.py",
     "plan_published": "tests/benchmarks/test_plan_published.py",

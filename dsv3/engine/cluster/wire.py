@@ -20,9 +20,8 @@ from dsv3.processes import frames
 from dsv3.processes.certificates import Credentials, tls_context
 from dsv3.processes.peer_listener import PeerListener
 
-# A follower gets only its ranks' part of a command: 17 kB for 16 chunks of 4,096 tokens over 18 hosts
-# (`python -m benchmarks.cluster_send`). Bitmasks are larger: 126.3 MiB for 8 ranks of 256 constrained rows of 4 tokens
-# over a vocabulary of 129,280; `dsv3.scheduler.structured_output` bounds them.
+# A follower gets only its ranks' part of a command, some kilobytes. Bitmasks are larger: 126.3 MiB for 8 ranks of 256
+# constrained rows of 4 tokens over a vocabulary of 129,280; `dsv3.scheduler.structured_output` bounds them.
 MAX_MESSAGE_BYTES = 512 * 2**20
 """The longest message. It bounds the memory that another process can make this one allocate."""
 

@@ -481,7 +481,7 @@ class HttpServer:
 def _is_closed_by_client(accepted: socket.socket) -> bool:
     """Returns whether the client has closed its end before `accept`; False where the system cannot say.
 
-    Parsing the requests of a full accept queue of such connections would delay `/health` by 5 s (`benchmarks.hostile`).
+    Parsing the requests of a full accept queue of such connections would delay `/health` by 5 s (`benchmarks.attacks`).
     """
     if not hasattr(socket, "TCP_INFO"):
         return False

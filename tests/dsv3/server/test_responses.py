@@ -1,5 +1,6 @@
-"""OpenAI's Responses API over raw HTTP; the fake engine repeats the conversation."""
+"""OpenAI's Responses API over raw HTTP, and by OpenAI's client; the fake engine repeats the conversation."""
 
+import openai
 import pytest
 
 from tests.dsv3.server.events import events_of
@@ -111,6 +112,17 @@ def test_a_stream_joins_to_the_complete_response(tool_server):
         return {k: v for k, v in response.items() if k not in ("id", "created_at", "output")} | {"output": items}
 
     assert without_ids(completed["response"]) == without_ids(whole)
+
+
+def test_openais_client_joins_the_stream_itself(tool_server):
+    body = {name: CALLED[name] for name in ("input", "tools")}
+    with (
+        openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0) as client,
+        client.responses.stream(model="tiny", **body) as stream,
+    ):
+        kinds, final = [event.type for event in stream], stream.get_final_response()
+    assert kinds[-1] == "response.completed"
+    assert [item.arguments for item in final.output if item.type == "function_call"] == ARGUMENTS
 
 
 def test_an_incomplete_stream(server):

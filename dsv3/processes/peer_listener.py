@@ -91,7 +91,7 @@ class PeerListener:
     def _begin(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(connection)
-            guard = stack.enter_context(connection.dup())  # shuts the connection down, whoever owns the first one
+            guard = stack.enter_context(connection.dup())  # shuts it down, even where TLS has taken the first one
             self._count(1)
             stack.callback(self._count, -1)
             self._unauthenticated.add(guard, address[0])

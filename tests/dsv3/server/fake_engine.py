@@ -289,6 +289,8 @@ def _aborted(sequence: _Sequence) -> EngineOutput:
 
 def _prompt_experts(sequence: _Sequence) -> list[EngineOutput]:
     """Those of the prompt in parts of 3 tokens, the first part twice, as if another engine had begun."""
+    if not sequence.request.sampling.return_routed_experts:
+        return []  # without a loop over all parts of long prompts, which would delay a step
     count = len(sequence.prompt)
     parts = [_experts(sequence, start, min(3, count - start)) for start in (0, *range(0, count, 3))]
     ids = sequence.request.request_id

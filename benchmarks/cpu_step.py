@@ -4,11 +4,12 @@
         [--rows 1 2 4 16] [--rounds 7]
 
 A step is the model's decode program with the head, after `--context` tokens, as the engine compiles it. The random
-model has hidden size 1,024, 16 heads, 32 experts of width 512 (6 per token), 2 shared ones, and a vocabulary of
-32,000. "fp8" is bfloat16 under `--fp8=quantize`. The step of each backend runs in turns with the others and with a copy
-of 256 MiB by as many threads as there are cores, each for about `--seconds` per round. "Of the memory's speed" is the
-bytes of the weights that a step reads over the bytes that the copy moves (both ways) in the same time. A round's time
-is that of its fastest call; processor time, of all threads, is the mean of its calls, and the median of the rounds.
+model has hidden size 1,024, 16 heads, 32 experts of width 512 (6 per token), 2 shared ones, and a vocabulary of 32,000.
+"fp8" is bfloat16 under `--fp8=quantize`; "int4" and "fp4" are bfloat16 with experts of four bits, random ones. The step
+of each backend runs in turns with the others and with a copy of 256 MiB by as many threads as there are cores, each for
+about `--seconds` per round. "Of the memory's speed" is the bytes of the weights that a step reads over the bytes that
+the copy moves (both ways) in the same time. A round's time is that of its fastest call; processor time, of all threads,
+is the mean of its calls, and the median of the rounds.
 """
 
 import argparse
@@ -34,10 +35,12 @@ from dsv3.config.model import ModelConfig
 from dsv3.engine.build import bundled_model
 from dsv3.kv_cache.layout import Pool, pool
 from dsv3.model import DecodeBatch, decode, logits
-from dsv3.model.params import Params, declare, initialize
+from dsv3.model.params import Fp4Weight, Int4Weight, Params, declare, initialize
 from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.int4 import GROUP, VALUES_PER_WORD
 
 COPIED_BYTES = 256 << 20
+FOUR_BITS = {"int4": Int4Weight, "fp4": Fp4Weight}
 RANDOM = ModelConfig(
     vocab_size=32_000,
     hidden_size=1024,
@@ -76,15 +79,34 @@ class Step:
 
 
 def load(model: str, layers: int, dtype: str) -> tuple[Params, ModelConfig]:
-    """Returns the bundled model, or a random one of `layers` layers; "fp8" is bfloat16 under `--fp8=quantize`."""
+    """Returns the bundled model, or a random one of `layers` layers, in a dtype or kind of this module's docstring."""
     if dtype == "fp8":
         params, cfg = load(model, layers, "bfloat16")
         return jax.tree.map(lambda spec, w: quantize_stack(w) if spec.quantizable else w, declare(cfg), params), cfg
+    if dtype in FOUR_BITS:
+        params, cfg = load(model, layers, "bfloat16")
+        return with_four_bits(params, FOUR_BITS[dtype]), cfg
     if model == "bundled":
         cfg = dataclasses.replace(load_config(bundled_model()), num_nextn_predict_layers=0)
         return load_params(bundled_model(), cfg, dtype=jnp.dtype(dtype)), cfg
     cfg = dataclasses.replace(RANDOM, num_hidden_layers=layers)
     return initialized(cfg, dtype), cfg
+
+
+def with_four_bits(params: Params, kind: type[Int4Weight | Fp4Weight]) -> Params:
+    """Returns the parameters with random experts of four bits."""
+    layers = params.moe
+    assert layers is not None and layers.moe is not None
+    experts = layers.moe
+
+    def packed(weight: jax.Array) -> Int4Weight | Fp4Weight:
+        *lead, n, k = weight.shape
+        words = np.random.default_rng(2).integers(0, 2**32, (*lead, n, k // VALUES_PER_WORD), np.uint32)
+        scale = jnp.full((*lead, k // GROUP, n), 2.0**-8, jnp.bfloat16)
+        return kind(jax.device_put(words.view(np.int32 if kind is Int4Weight else np.uint32)), scale)
+
+    moe = dataclasses.replace(experts, gate_up=packed(experts.gate_up), down=packed(experts.down))
+    return dataclasses.replace(params, moe=dataclasses.replace(layers, moe=moe))
 
 
 def initialized(cfg: ModelConfig, dtype: str) -> Params:

@@ -189,6 +189,8 @@ def _four_bit(
     chosen = plain_backend(name, x.dtype, tile_m, backend)
     if chosen is Backend.MOSAIC:
         return four_bit_contiguous(*operands)
+    if chosen is Backend.NATIVE:
+        return native.four_bit_grouped_product(*operands[:-1])
     if chosen is Backend.TRITON:
         return triton_dispatch.four_bit_contiguous(*operands)
     return _four_bit_reference(*operands)

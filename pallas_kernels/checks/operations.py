@@ -180,8 +180,8 @@ OPERATIONS = {
     "head_gemm": CheckedOperation(_EVERYWHERE, products.head_gemm_cases),
     "grouped_gemm_contiguous": CheckedOperation(_EVERYWHERE, experts.grouped_cases),
     "fp8_grouped_gemm_contiguous": CheckedOperation(_EVERYWHERE, experts.fp8_grouped_cases),
-    "int4_grouped_gemm_contiguous": CheckedOperation(_GPUS, experts.int4_grouped_cases),
-    "fp4_grouped_gemm_contiguous": CheckedOperation(_GPUS, experts.fp4_grouped_cases),
+    "int4_grouped_gemm_contiguous": CheckedOperation(_EVERYWHERE, experts.int4_grouped_cases),
+    "fp4_grouped_gemm_contiguous": CheckedOperation(_EVERYWHERE, experts.fp4_grouped_cases),
     "trained_gemm": CheckedOperation(
         _EVERYWHERE,
         _each(products.trained_case, ((48, 256, 384), (130, 128, 128)), ((4096, 2112, 7168), (1000, 7168, 2048))),

@@ -81,6 +81,17 @@ def fp8_grouped_product(
     return _call("Fp8GroupedProduct", ((x.shape[0], w.shape[1]), out_dtype))(*operands)
 
 
+def four_bit_grouped_product(
+    x: jax.Array, w: jax.Array, w_scale: jax.Array, tile_group: jax.Array, group_offset: jax.Array | int
+) -> jax.Array:
+    """Does `grouped_product` with weights of four bits; shapes are those of `int4_grouped_gemm_contiguous`.
+
+    The bits are those of the product with dequantized weights.
+    """
+    operands = (x, w, w_scale, tile_group.astype(jnp.int32), _index(group_offset))
+    return _call("FourBitGroupedProduct", ((x.shape[0], w.shape[1]), x.dtype))(*operands)
+
+
 def quantize_rows(x: jax.Array, power_of_two: bool) -> tuple[jax.Array, jax.Array]:
     """Returns `[G, M, K]` e4m3 and scales `[G, ceil(K / 128), M]` of x `[G, M, K]` float32, as `quantize_1x128`."""
     groups, rows, depth = x.shape

@@ -40,7 +40,8 @@ void add_values(const float (&weights)[M][kPage], const T* values, int64_t count
   for (; r + kLanes <= R; r += kLanes) add_columns<M, 1>(weights, values + r, shape, out + r);
   for (; r < R; ++r) {
     for (int m = 0; m < M; ++m) {
-      for (int64_t i = 0; i < count; ++i) out[m * R + r] += weights[m][i] * widen(values[i * D + r]);
+      float& sum = out[m * R + r];
+      for (int64_t i = 0; i < count; ++i) sum = fused(weights[m][i], widen(values[i * D + r]), sum);
     }
   }
 }

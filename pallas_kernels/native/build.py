@@ -34,6 +34,7 @@ HANDLERS = (
     "HeadProduct",
     "GroupedProduct",
     "Fp8GroupedProduct",
+    "FourBitGroupedProduct",
     "DecodeAttention",
     "ContextAttention",
     "PrefillAttention",

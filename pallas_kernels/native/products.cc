@@ -37,13 +37,6 @@ inline void combined(const T* x, const T* w, O* out, const Shape& shape) {
 
 #if defined(__AVX512BF16__)
 
-inline void store_vector(Floats x, float* out) { std::memcpy(out, &x, sizeof(x)); }
-
-inline void store_vector(Floats x, BFloat16* out) {  // to the nearest, ties to even
-  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
-  std::memcpy(out, &rounded, sizeof(rounded));
-}
-
 // The same of bfloat16, 64 columns: rows k and k + 1 of the weight become pairs, which are multiplied as they are.
 template <int M, typename O>
 inline void combined_pairs(const BFloat16* x, const BFloat16* w, O* out, const Shape& shape) {
@@ -84,7 +77,7 @@ inline void combined_pairs(const BFloat16* x, const BFloat16* w, O* out, const S
 template <typename T, typename O>
 inline void combined_one(const T* x, const T* w, O* out, const Shape& shape) {
   float total = 0;
-  for (int64_t k = 0; k < shape.depth; ++k) total += widen(x[k]) * widen(w[k * shape.w_stride]);
+  for (int64_t k = 0; k < shape.depth; ++k) total = fused(widen(x[k]), widen(w[k * shape.w_stride]), total);
   store(total, out);
 }
 
@@ -118,15 +111,15 @@ void columns(const X* x, const T* w, O* out, const Shape& shape, int64_t first, 
 
 // The same of all rows of a product. The columns are few enough to stay in the cache for the next rows.
 template <bool kTransposed, typename X, typename T, typename O>
-void part(const Product<X, T, O>& product, const Shape& shape, int64_t first, int64_t last) {
+void part(const Product<X, T, O>& product, const Shape& shape, int64_t first, int64_t last, bool cached = false) {
   for (int64_t m = 0; m < product.rows; m += kRows) {
     const X* x = product.x + m * shape.x_stride;
     O* out = product.out + m * shape.out_stride;
     switch (std::min<int64_t>(kRows, product.rows - m)) {
-      case 1: columns<kTransposed, 1>(x, product.w, out, shape, first, last, m > 0); break;
-      case 2: columns<kTransposed, 2>(x, product.w, out, shape, first, last, m > 0); break;
-      case 3: columns<kTransposed, 3>(x, product.w, out, shape, first, last, m > 0); break;
-      default: columns<kTransposed, 4>(x, product.w, out, shape, first, last, m > 0);
+      case 1: columns<kTransposed, 1>(x, product.w, out, shape, first, last, cached || m > 0); break;
+      case 2: columns<kTransposed, 2>(x, product.w, out, shape, first, last, cached || m > 0); break;
+      case 3: columns<kTransposed, 3>(x, product.w, out, shape, first, last, cached || m > 0); break;
+      default: columns<kTransposed, 4>(x, product.w, out, shape, first, last, cached || m > 0);
     }
   }
 }
@@ -150,6 +143,56 @@ void run(ffi::ThreadPool& pool, const std::vector<Product<T, T, O>>& products, c
   });
 }
 
+// Memory of a thread for `count` values: a load that meets two lines of the cache takes twice as long.
+template <typename T>
+struct Scratch {
+  struct alignas(kVectorBytes) Line {
+    T values[kVectorBytes / sizeof(T)];
+  };
+  explicit Scratch(int64_t count) : lines((count * sizeof(T) + sizeof(Line) - 1) / sizeof(Line)) {}
+  T* data() { return lines.data()->values; }
+  std::vector<Line> lines;
+};
+
+// Writes `depth` values of a row of weights of four bits times their scales, which lie `stride` apart.
+template <typename W, typename T>
+inline void decode_four_bits(const W* words, const BFloat16* scale, int64_t stride, int64_t depth, T* out) {
+  for (; depth > 0; depth -= kRun, words += kWordsOfRun) {
+    for (int64_t w = 0; w < kWordsOfRun; w += kCacheLine / sizeof(W)) fetch_ahead(words + w);
+    for (int j = 0; j < kRun / kWordsOfRun; ++j, scale += stride, out += kWordsOfRun) {
+      const float factor = widen(*scale);
+#pragma GCC unroll 4
+      for (int64_t w = 0; w < kWordsOfRun; w += kLanes) {
+        store_vector(lowest(load<Words>(words + w) >> 4 * j, W()) * factor, out + w);
+      }
+    }
+  }
+}
+
+// Makes products with weights of four bits, which become values of T in the first cache: the bits are those of the product
+// with dequantized weights.
+template <typename T, typename W>
+void run(ffi::ThreadPool& pool, const std::vector<Product<T, W, T>>& products, const std::vector<const BFloat16*>& scales,
+         int64_t N, int64_t K) {
+  const int64_t row_words = K / (kRun / kWordsOfRun), row_bytes = row_words * sizeof(W);
+  const int64_t width = std::max<int64_t>(kColumns, kTaskBytes / row_bytes / kColumns * kColumns);
+  const int64_t parts = (N + width - 1) / width;
+  for_each(pool, parts * products.size(), N * row_bytes * products.size() / kHelpedBytes, [&](int64_t i) {
+    const Product<T, W, T>& product = products[i / parts];
+    const BFloat16* scale = scales[i / parts];
+    const int64_t first = i % parts * width, last = std::min(first + width, N);
+    Scratch<T> decoded(kColumns * K);
+    for (int64_t n = first; n < last; n += kColumns) {
+      const int64_t count = std::min<int64_t>(kColumns, last - n);
+      for (int64_t c = 0; c < count; ++c) {
+        decode_four_bits(product.w + (n + c) * row_words, scale + n + c, N, K, decoded.data() + c * K);
+      }
+      const Product<T, T, T> some = {product.x, decoded.data(), product.out + n, product.rows};
+      part<false>(some, {K, K, K, N}, 0, count, true);
+    }
+  });
+}
+
 // The scales of block-quantized operands: of x one per row and 128 of K, [K / 128, rows]; of a weight one per 128 x 128.
 struct Scales {
   const float *x, *w;
@@ -164,11 +207,8 @@ void scaled_part(const Product<E4M3, E4M3, O>& product, const Scales& scale, con
                  int64_t first, int64_t last) {
   static const Decoder decoder;
   const int64_t depth = paired_depth(K), blocks = (K + kBlock - 1) / kBlock, rows = product.rows;
-  struct alignas(kVectorBytes) Line {  // a load that meets two lines of the cache takes twice as long
-    BFloat16 values[kVectorBytes / sizeof(BFloat16)];
-  };
-  std::vector<Line> lines(rows * depth * sizeof(BFloat16) / sizeof(Line));
-  BFloat16* x = lines.data()->values;
+  Scratch<BFloat16> scratch(rows * depth);
+  BFloat16* x = scratch.data();
   std::vector<float> factors(blocks * rows);
   for (int64_t m = 0; m < rows; ++m) {
     decode_row(decoder, product.x + m * K, K, x + m * depth);
@@ -338,6 +378,36 @@ ffi::Error fp8_grouped_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buff
   });
 }
 
+// As `grouped_product`, of words of four-bit weights: w [G, N, K / 8] int32 of INT4 or uint32 of FP4, w_scale [G, K / 32, N].
+ffi::Error four_bit_grouped_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                                    ffi::Buffer<ffi::BF16> w_scale, ffi::Buffer<ffi::S32> tile_group,
+                                    ffi::Buffer<ffi::S32> offset, ffi::Result<ffi::AnyBuffer> out) {
+  const auto made = [&](auto type, auto word) {
+    typedef decltype(type) T;
+    typedef decltype(word) W;
+    const int64_t K = x.dimensions()[1], G = w.dimensions()[0], N = w.dimensions()[1];
+    const BFloat16* scale = reinterpret_cast<const BFloat16*>(w_scale.untyped_data());
+    std::vector<Product<T, W, T>> products;
+    std::vector<const BFloat16*> scales;
+    runs_of(tile_group, offset, G, out, [&](int64_t first, int64_t rows, int64_t group) {
+      const W* words = data<W>(w) + group * (w.element_count() / G);
+      products.push_back({data<T>(x) + first * K, words, data<T>(out) + first * N, rows});
+      scales.push_back(scale + group * (w_scale.element_count() / G));
+    });
+    run(pool, products, scales, N, K);
+    return ffi::Error::Success();
+  };
+  const auto with_words = [&](auto type) {
+    if (w.element_type() == ffi::S32) return made(type, Int4());
+    if (w.element_type() == ffi::U32) return made(type, Fp4());
+    return wrong("words must be int32 or uint32");
+  };
+  if (out->element_type() != x.element_type()) return wrong("results are of the type of x");
+  if (x.element_type() == ffi::F32) return with_words(float());
+  if (x.element_type() == ffi::BF16) return with_words(BFloat16());
+  return wrong("x must be float32 or bfloat16");
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(LayerProduct, layer_product,
@@ -373,6 +443,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Fp8GroupedProduct, fp8_grouped_product,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(FourBitGroupedProduct, four_bit_grouped_product,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>());

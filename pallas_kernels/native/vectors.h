@@ -42,6 +42,7 @@ typedef float Floats __attribute__((vector_size(kVectorBytes)));
 typedef float Quad __attribute__((vector_size(16)));
 typedef float Eight __attribute__((vector_size(32)));
 typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
+typedef int32_t Ints __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2)));
 typedef int8_t Bytes __attribute__((vector_size(kVectorBytes / 4)));
 
@@ -51,6 +52,18 @@ struct BFloat16 {
 
 struct E4M3 {
   uint8_t bits;
+};
+
+// Words of eight weights of four bits, in the order of `pallas_kernels.int4`: the same bits of 32 words are 32 values of K,
+// which share a scale, and 32 words are 256 of K.
+constexpr int64_t kWordsOfRun = 32, kRun = 256;
+
+struct Int4 {
+  uint32_t bits;  // values are numbers minus 8
+};
+
+struct Fp4 {
+  uint32_t bits;  // values are codes of e2m1
 };
 
 inline float widen(float x) { return x; }
@@ -69,6 +82,19 @@ inline void store(float x, BFloat16* out) {  // to the nearest, ties to even; Na
   std::memcpy(&bits, &x, sizeof(bits));
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   out->bits = x == x ? rounded : (bits >> 16) | 0x40;
+}
+
+inline void store_vector(Floats x, float* out) { std::memcpy(out, &x, sizeof(x)); }
+
+inline void store_vector(Floats x, BFloat16* out) {  // rounds as `store`
+#if defined(__AVX512BF16__)
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+#else
+  const Words bits = (Words)x, is_nan = (Words)(x != x);
+  const Words nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Halves rounded = __builtin_convertvector((nearest & ~is_nan) | ((bits >> 16 | 0x40u) & is_nan), Halves);
+#endif
+  std::memcpy(out, &rounded, sizeof(rounded));
 }
 
 template <typename V>
@@ -112,6 +138,20 @@ inline Floats widened(const E4M3* from) {
 #endif
 }
 
+// The values of the lowest four bits of words.
+inline Floats lowest(Words words, Int4) { return __builtin_convertvector((Ints)(words & 15u), Floats) - 8.0f; }
+
+inline Floats lowest(Words words, Fp4) {
+#if defined(__AVX512F__)
+  const __m512 values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+  return (Floats)_mm512_permutexvar_ps((__m512i)words, values);
+#else
+  // Exponent and mantissa in their places of a float whose exponent begins with 124: see `four_bit.fp4_values`.
+  const Floats f = (Floats)((words & 7u) << 22 | 124u << 23), g = 2 * f - 0.25f;
+  return (Floats)((Words)(4 * (f < g ? f : g)) | (words & 8u) << 28);
+#endif
+}
+
 // Lanes of two vectors, numbered through; GCC 11 and older have no __builtin_shufflevector.
 template <typename V, int... I, typename U>
 inline V lanes(U a, U b) {
@@ -142,6 +182,26 @@ inline Quad sums(Floats a, Floats b, Floats c, Floats d) {
 
 inline float sum(Floats x) { return sums(x, x, x, x)[0]; }
 
+// `sum + x * y`, rounded once where the machine can. Written out, because GCC splits it in some loops for some processors: then
+// the bits of a row would depend on the number of rows.
+inline float fused(float x, float y, float sum) {
+#if defined(__FMA__)
+  return __builtin_fmaf(x, y, sum);
+#else
+  return sum + x * y;
+#endif
+}
+
+inline Floats fused(Floats x, Floats y, Floats sum) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
+#elif defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
+#else
+  return sum + x * y;
+#endif
+}
+
 // A vector along K of x, of type X, and one of a weight, of type T, in the form in which they are multiplied. Sums are
 // float32.
 template <typename X, typename T>
@@ -149,7 +209,7 @@ struct Along {
   static constexpr int64_t kStep = kLanes;
   typedef Floats Vector;
   static inline Floats weights(const T* from) { return widened(from); }
-  static inline void add(Floats& acc, Floats x, Floats w) { acc += x * w; }
+  static inline void add(Floats& acc, Floats x, Floats w) { acc = fused(x, w, acc); }
 };
 
 template <>
@@ -161,8 +221,8 @@ struct Along<BFloat16, BFloat16> {
 #if defined(__AVX512BF16__)
     acc = (Floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)(__m512i)x, (__m512bh)(__m512i)w);
 #else
-    acc += (Floats)(x << 16) * (Floats)(w << 16);
-    acc += (Floats)(x & 0xffff0000u) * (Floats)(w & 0xffff0000u);
+    acc = fused((Floats)(x << 16), (Floats)(w << 16), acc);
+    acc = fused((Floats)(x & 0xffff0000u), (Floats)(w & 0xffff0000u), acc);
 #endif
   }
 };
@@ -243,9 +303,9 @@ inline void combine(const X* x, const T* w, Floats (&totals)[M][C], const Shape&
     for (int c = 0; c < C; ++c) weights[c] = widened(w + k * shape.w_stride + c * kLanes);
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
-      const float value = widen(x[m * shape.x_stride + k]);
+      const Floats value = Floats{} + widen(x[m * shape.x_stride + k]);
 #pragma GCC unroll 4
-      for (int c = 0; c < C; ++c) totals[m][c] += value * weights[c];
+      for (int c = 0; c < C; ++c) totals[m][c] = fused(value, weights[c], totals[m][c]);
     }
   }
 }

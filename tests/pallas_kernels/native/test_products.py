@@ -12,7 +12,13 @@ from pallas_kernels.align import align_groups, choose_tile_m
 from pallas_kernels.backend import Backend
 from pallas_kernels.dense import head_gemm, layer_gemm, plain_gemm
 from pallas_kernels.fp8 import fp8_gemm, quantize_1x128
-from pallas_kernels.grouped import fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
+from pallas_kernels.grouped import (
+    dequantize_four_bit,
+    fp4_grouped_gemm_contiguous,
+    fp8_grouped_gemm_contiguous,
+    grouped_gemm_contiguous,
+    int4_grouped_gemm_contiguous,
+)
 from tests.pallas_kernels.numerics import activation, weight
 
 pytestmark = pytest.mark.skipif(not native.library().targets, reason=native.library().reason)
@@ -67,6 +73,23 @@ def test_grouped_product_and_rows_without_a_group(tile_m, dtype):
     out = product(jnp.int32(4)).at[order.aligned_row].get(mode="fill", fill_value=0)
     expected = exact("mk,mnk->mn", x, w[4 + jnp.clip(ids, 0, 3)]) * ((ids >= 0) & (ids < 4))[:, None]
     assert_close(out, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(7, 256), (130, 512)])
+@pytest.mark.parametrize("multiply", [int4_grouped_gemm_contiguous, fp4_grouped_gemm_contiguous])
+def test_four_bit_products_have_the_bits_of_dequantized_weights(multiply, n, k, dtype):
+    """Every code, experts without rows, tiles without a group, and scales of unused experts that are NaN."""
+    word = jnp.uint32 if multiply is fp4_grouped_gemm_contiguous else jnp.int32
+    random_bits = np.random.default_rng(0)
+    words = jnp.asarray(random_bits.integers(0, 2**32, (6, n, k // 8), np.uint32).view(word))
+    scale = jnp.asarray(random_bits.uniform(0.5, 2, (6, k // 32, n)), jnp.bfloat16)
+    tile_group, how = jnp.array([2, 2, -1, 0]), {"tile_m": 3, "group_offset": 3, "backend": NATIVE}
+    x = random(1, 12, k, dtype=dtype)
+    used = jnp.isin(jnp.arange(6), jnp.array([3, 5]))[:, None, None]
+    out = multiply(x, words, jnp.where(used, scale, jnp.nan), tile_group, **how)
+    dequantized = dequantize_four_bit(words, scale, dtype)
+    np.testing.assert_array_equal(out, grouped_gemm_contiguous(x, dequantized, tile_group, **how))
 
 
 def test_a_tile_without_a_group_reads_no_weight():

@@ -113,10 +113,7 @@ class ChatHandler(RequestHandler[ChatRequest]):
         if self.is_plain and update.finish_reason is None and update.choice in self.started:  # the usual case
             index, version = update.choice, update.weight_version or msgspec.UNSET
             deltas = map(_openai_delta, update.deltas)
-            return [
-                to_event(self.chunk([ChunkChoice(index=index, delta=delta, weight_version=version)]))
-                for delta in deltas
-            ]
+            return [self.plain_event(ChunkChoice(index=index, delta=each, weight_version=version)) for each in deltas]
         chunks = [self.chunk([choice]) for choice in self._chunks(update)]
         if update.choice not in self.started:
             self.started.add(update.choice)

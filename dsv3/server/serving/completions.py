@@ -112,7 +112,7 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
         if self.is_plain and not is_first and update.finish_reason is None:  # the usual case
             version = update.weight_version or msgspec.UNSET
             choice = CompletionChoice(index=update.choice, text=_text(update), weight_version=version)
-            return [to_event(self.chunk([choice]))] if update.deltas else []
+            return [self.plain_event(choice)] if update.deltas else []
         self.started.add(update.choice)
         choice = self._choice(update, is_first)
         has_arrays = isinstance(choice.routed_experts, msgspec.Raw) or isinstance(choice.sampling_mask, msgspec.Raw)

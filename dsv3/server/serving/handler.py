@@ -193,8 +193,8 @@ to_json: Callable[[object], bytes] = msgspec.json.Encoder().encode
 
 def to_event(value: object, name: str | None = None) -> bytes:
     """Returns the lines of a server-sent event with the JSON of a value, without the blank line behind them."""
-    head = b"" if name is None else b"event: %b\n" % name.encode()
-    return b"%bdata: %b" % (head, to_json(value))
+    data = b"data: " + to_json(value)
+    return data if name is None else b"event: %b\n%b" % (name.encode(), data)
 
 
 class RequestHandler[Request: SampledRequest](abc.ABC):
@@ -366,6 +366,18 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
     def is_plain(self) -> bool:
         """Whether events have nothing but deltas until the choice ends."""
         return self.num_logprobs() is None and not self.request.return_token_ids and not self.returns_arrays
+
+    def plain_event(self, choice: msgspec.Struct) -> bytes:
+        """Returns the event of a chunk with this choice alone.
+
+        All of a stream's are one struct with another choice: making it takes longer than encoding it.
+        """
+        self._plain_chunk.choices[0] = choice
+        return to_event(self._plain_chunk)
+
+    @functools.cached_property
+    def _plain_chunk(self) -> Any:
+        return self.chunk([None])
 
     def fields_of(self, whole: CompleteChoice) -> dict[str, Any]:
         """Returns the fields that a complete choice has in every API; `fill_choice` fills the arrays among them."""

@@ -112,14 +112,19 @@ def is_exposed(mode: int, *, is_own: bool) -> bool:
     return bool(stat.S_IMODE(mode) & 0o777 & ~allowed)
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes, *, mode: int = 0o666, synced: bool = False) -> None:
     """Writes a file under a temporary name, and renames it: a reader finds the old content or the new one, whole.
 
-    It is not synced: after a loss of power the file may be incomplete. Raises OSError, and leaves no temporary file.
+    The file gets `mode`, less the process's umask. Unless it is `synced`, it may be incomplete after a loss of power.
+    Raises OSError, and leaves no temporary file.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        part.write_bytes(content)
+        with open(part, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(content)
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

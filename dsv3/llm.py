@@ -200,10 +200,10 @@ class LLM:
 
         `source` is a checkpoint directory, a mapping of arrays by the names of a checkpoint's tensors, or the `Params`
         of a trainer (`dsv3.model.params`), whose arrays are copied from their devices. Each leaf keeps the type in
-        which it is served, is quantized as on loading, and replaces the old one before the next is read. No program is
-        compiled again. Another thread may be in `generate`: its requests finish first ("wait"), continue with their
-        cache ("keep"), end ("abort"), or are computed again ("retract"). A prefix that was computed with other weights
-        is never found.
+        which it is served, is quantized as on loading, and replaces the old one before the next is read; arrays of a
+        mapping pass through host memory one by one. No program is compiled again. Another thread may be in `generate`:
+        its requests finish first ("wait"), continue with their cache ("keep"), end ("abort"), or are computed again
+        ("retract"). A prefix that was computed with other weights is never found.
 
         Raises OperationRefused, which names each leaf that is missing or unsuitable: nothing has changed then. Raises
         WeightsLost where it fails in the middle: nothing is served until an update has succeeded.

@@ -26,7 +26,13 @@ from dsv3.server.config import Deadlines
 from dsv3.server.http.auth import is_loopback, require_admission, require_key, require_local_name, tenant_of
 from dsv3.server.http.bodies import ClientGone, Handler, make_routes, read_json_body, unless_disconnected
 from dsv3.server.http.exchange import ENDED, REQUEST_ID, TIMING_HEADER, error_path, error_response, json_response
-from dsv3.server.http.http_server import ConnectionLimit, HttpServer, certificate_of, max_admitted
+from dsv3.server.http.http_server import (
+    ConnectionLimit,
+    HttpServer,
+    certificate_of,
+    max_admitted,
+    raise_open_files_limit,
+)
 from dsv3.server.http.serving import wait_for_any
 from dsv3.server.limits import BodyReader, Budget, Reservation, WorkersBusy
 from dsv3.server.otlp import Attributes, Span
@@ -332,6 +338,7 @@ async def serve(
     The first SIGTERM or SIGINT refuses new requests and lets those in flight finish; the second ends them. SIGHUP
     reads the certificate again. Raises ValueError for files that cannot be used.
     """
+    raise_open_files_limit()
     first, second = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: (second if first.is_set() else first).set())

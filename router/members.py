@@ -239,8 +239,11 @@ class Members:
         return {"lease_s": LEASE_S}
 
     def _join(self, url: str, pool: Pool) -> None:
-        if any(each.url == url for each in pool.instances):  # named at the start
-            return
+        for other in set(self._pools.values()):
+            if any(each.url == url for each in other.instances):  # named at the start
+                if other is not pool:
+                    raise invalid(f"role: {url} has been named at the start with another role")
+                return
         if len(self._registered) >= MAX_REGISTERED:
             raise unavailable(f"{MAX_REGISTERED} instances have registered already", "too_many_instances")
         instance = self._make(url)

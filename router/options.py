@@ -85,12 +85,13 @@ class RouterOptions:
                 Canary.parse(self.canary)
             except ValueError as error:
                 raise ValueError(f"canary: {error}") from None
+        named: dict[Address, str] = {}
         for name in ("instances", "prefill", "decode"):
-            urls = getattr(self, name)
-            if len(set(urls)) != len(urls):
-                raise ValueError(f"{name}: {', '.join(urls)} names an instance twice")
-            for url in urls:
+            for url in getattr(self, name):
                 try:
-                    Address.parse(url)
+                    address = Address.parse(url)
                 except ValueError:
                     raise ValueError(f"{name}: {url!r} is not http://HOST:PORT or https://HOST:PORT") from None
+                if address in named:
+                    raise ValueError(f"{name}: {url!r} is in {named[address]} already; name each instance once")
+                named[address] = name

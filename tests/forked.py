@@ -24,7 +24,7 @@ class Forked:
     """A running process, with the part of `subprocess.Popen` that tests use."""
 
     def __init__(self, module: str, argument: str, stderr: TextIO, open_files: int = 0) -> None:
-        """Runs `main` of the module with one argument. It may open `open_files` files, if that is not 0."""
+        """Runs `main` of the module with one argument. `open_files` is its hard limit of open files, if not 0."""
         self.args = [module, argument]
         read, write = os.pipe()
         reports, report = os.pipe()
@@ -82,7 +82,7 @@ def _run(module: Any, given: dict[str, Any], stdout: int, stderr: int) -> int:
     os.environ.clear()
     os.environ.update(given["environment"])
     if given["open_files"]:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (given["open_files"],) * 2)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (given["open_files"] // 2, given["open_files"]))
     sys.argv = given["argv"]
     return module.main()
 

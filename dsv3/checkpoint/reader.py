@@ -7,6 +7,7 @@ converted.
 
 import dataclasses
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -14,13 +15,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
 from dsv3.checkpoint.layout import Box, TensorSlice, blocks, extents, full_box, intersection, shift_box, whole_slice
 from dsv3.checkpoint.load_plan import PlannedArray
-from dsv3.checkpoint.safetensors_file import CheckpointError, Tensor
-from dsv3.checkpoint.source import ALIGNMENT, ArraySource, Buffers, Source
+from dsv3.checkpoint.safetensors_file import CheckpointError, Tensor, unusable_array
+from dsv3.checkpoint.source import ALIGNMENT, Buffers, Source
 from pallas_kernels.float8 import BLOCK, E4M3
 from pallas_kernels.int4 import VALUES_PER_WORD, interleave
 
@@ -143,6 +145,54 @@ def dequantize(data: np.ndarray, scale: np.ndarray, first_row: int, matrix_rows:
     return values
 
 
+class ArraySource:
+    """An array in memory, in place of a file that begins with its bytes.
+
+    Bytes that are on another device are copied to host memory for a read, and stay there until the last `release`.
+    """
+
+    is_direct = False
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self._copied: np.ndarray | None = None
+        self._num_holds = 0
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Does nothing: the array belongs to the caller."""
+
+    def hold(self) -> None:
+        """Keeps what a later read copies to host memory."""
+        with self._lock:
+            self._num_holds += 1
+
+    def release(self) -> None:
+        """Ends a `hold`; the last one frees the copy."""
+        with self._lock:
+            self._num_holds -= 1
+            if not self._num_holds:
+                self._copied = None
+
+    def read(self, start: int, out: np.ndarray) -> int:
+        """Fills `out`, uint8 [n], from byte `start` on; returns the number of bytes read."""
+        with self._lock:
+            copied = _bytes_on_host(self._array) if self._copied is None else self._copied
+            self._copied = copied if self._num_holds else None
+        found = copied[start : start + out.size]
+        out[: found.size] = found
+        return found.size
+
+
+def _bytes_on_host(array: Any) -> np.ndarray:
+    """Returns the bytes of an array, uint8 [n], without a copy if they are in host memory and contiguous."""
+    if isinstance(array, jax.Array):
+        # jax keeps the copy with the array that was asked for it: ask a new one, in the same memory of the devices.
+        shards = [shard.data for shard in array.addressable_shards]
+        array = jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
 class PendingReads:
     """The reads of one call of `CheckpointReader.start_read`."""
 
@@ -185,6 +235,8 @@ class CheckpointReader:
         for path in dict.fromkeys(paths).keys() - self._sources.keys():
             try:
                 array = self._arrays.get(path)
+                if array is not None and (why := unusable_array(array)):  # it may have been deleted since the plan
+                    raise CheckpointError(f"{path.parent} {why}")
                 self._sources[path] = Source(path, self._buffers) if array is None else ArraySource(array)
             except OSError as error:
                 raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
@@ -204,7 +256,12 @@ class CheckpointReader:
     ) -> PendingReads:
         """Starts a `read`, which runs after those of earlier calls."""
         scales: dict[str, np.ndarray] = {}
-        return self._submit(lambda read: self._execute(read, scales, self._scratch.own), reads(array, wanted), advance)
+        return self._submit(
+            lambda read: self._execute(read, scales, self._scratch.own),
+            list(reads(array, wanted)),
+            lambda read: [read.tensor],
+            advance,
+        )
 
     def same_bytes(self, a: Tensor, b: Tensor, advance: Callable[[int], None]) -> bool:
         """Returns whether two tensors have the same dtype, shape and bytes."""
@@ -220,11 +277,29 @@ class CheckpointReader:
             equal.append(np.array_equal(ours, theirs))
             return 2 * n
 
-        self._submit(compare, range(0, a.nbytes, BLOCK_BYTES), advance).wait()
+        self._submit(compare, range(0, a.nbytes, BLOCK_BYTES), lambda _: [a, b], advance).wait()
         return all(equal)
 
-    def _submit[T](self, task: Callable[[T], int], items: Iterable[T], advance: Callable[[int], None]) -> PendingReads:
-        return PendingReads([self._pool.submit(task, item) for item in items], advance)
+    def _submit[T](
+        self,
+        task: Callable[[T], int],
+        items: Sequence[T],
+        tensors_of: Callable[[T], Sequence[Tensor]],
+        advance: Callable[[int], None],
+    ) -> PendingReads:
+        """Starts `task` for each item; a source keeps what it copies until the last item that reads its tensor."""
+
+        def run(item: T) -> int:
+            try:
+                return task(item)
+            finally:
+                for tensor in tensors_of(item):
+                    self._sources[tensor.path].release()
+
+        for item in items:
+            for tensor in tensors_of(item):
+                self._sources[tensor.path].hold()
+        return PendingReads([self._pool.submit(run, item) for item in items], advance)
 
     def _execute(self, read: BlockRead, scales: dict[str, np.ndarray], scratch: Callable[[int], np.ndarray]) -> int:
         tensor, shape, direct = read.tensor, extents(read.block), read.direct

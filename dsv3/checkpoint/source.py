@@ -10,7 +10,6 @@ import mmap
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -54,6 +53,12 @@ class Source:
             if descriptor is not None:
                 os.close(descriptor)
 
+    def hold(self) -> None:
+        """Does nothing: a file's bytes are not kept."""
+
+    def release(self) -> None:
+        """Does nothing, as `hold`."""
+
     def read(self, start: int, out: np.ndarray) -> int:
         """Fills `out`, uint8 [n], from byte `start` on; returns the number of bytes read. Raises OSError."""
         if self._direct is not None:
@@ -76,24 +81,6 @@ class Source:
             return _read_all(self._file, start, out)  # the file was truncated: the buffered read reports it
         out[: wanted.stop - wanted.start] = buffer[wanted]
         return wanted.stop - wanted.start
-
-
-class ArraySource:
-    """An array in memory, in place of a file that begins with its bytes."""
-
-    is_direct = False
-
-    def __init__(self, array: Any) -> None:
-        self._bytes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-    def close(self) -> None:
-        """Does nothing: the array belongs to the caller."""
-
-    def read(self, start: int, out: np.ndarray) -> int:
-        """Fills `out`, uint8 [n], from byte `start` on; returns the number of bytes read."""
-        found = self._bytes[start : start + out.size]
-        out[: found.size] = found
-        return found.size
 
 
 def _read_all(descriptor: int, start: int, out: np.ndarray, least: int | None = None) -> int:

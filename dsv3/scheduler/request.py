@@ -145,17 +145,21 @@ class ExpertIds(msgspec.Struct, frozen=True, gc=False):
         return np.frombuffer(self.ids, self.dtype).reshape(-1, self.num_layers, self.top_k)
 
 
-def join_routed_experts(parts: Sequence[ExpertIds], tokens: int) -> np.ndarray | None:
-    """Returns the ids of the first `tokens` tokens from a request's outputs, `[tokens, L, K]`; None without any.
+def routed_expert_rows(parts: Sequence[ExpertIds], tokens: int) -> Iterator[np.ndarray]:
+    """Yields the ids of the first `tokens` tokens from a request's outputs, `[n, L, K]` each, in the memory of these.
 
     Another engine that continues a request begins with its first token again.
     """
-    rows: list[np.ndarray] = []
     known = 0
     for part in parts:
-        rows.append(part.array()[max(0, known - part.start) :])
-        known += len(rows[-1])
-    return np.concatenate(rows)[:tokens] if rows else None
+        rows = part.array()[max(0, known - part.start) :][: tokens - known]
+        known += len(rows)
+        yield rows
+
+
+def join_routed_experts(parts: Sequence[ExpertIds], tokens: int) -> np.ndarray | None:
+    """Returns the ids of the first `tokens` tokens from a request's outputs, `[tokens, L, K]`; None without any."""
+    return np.concatenate(list(routed_expert_rows(parts, tokens))) if parts else None
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):

@@ -74,6 +74,7 @@ class Scheduler:
         self.loading: list[Sequence] = []  # whose prefix is loaded from a tier
         self.offload_queue: deque[Offload] = deque()  # of pages that the tiers lack
         self.invalidated: set[Key] = set()  # of pages that may be on their way to a tier
+        self.num_flushes = 0
         self.events: EventQueue | None = None
         self._common_root = root_key(cfg.fingerprint, "")  # of requests without a salt
         self.weights, self.weight_version = "", FIRST_VERSION
@@ -197,7 +198,11 @@ class Scheduler:
             self.tiers.of(rank).invalidate(keys)
 
     def flush(self) -> None:
-        """Empties the prefix cache and the host pool; running requests keep their pages."""
+        """Empties the prefix cache and the host pool; running requests keep their pages.
+
+        Pages of which a step in flight makes copies for a tier do not get there (`num_flushes` has changed).
+        """
+        self.num_flushes += 1
         if self.events is not None:
             self.events.append(Cleared())
         for cache in self.caches:

@@ -117,6 +117,7 @@ def test_types_of_experts() -> None:
         ({"compress_ratios": [*FLASH["compress_ratios"][:43], 4]}, "compress_ratios"),
         ({"compress_ratios": [True, 0, *[4, 128] * 20, 4]}, "compress_ratios"),
         ({"compress_ratios": None}, "compress_ratios"),
+        ({"compress_ratios": [0] * 44}, "compress_ratios.* at least one layer"),
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers"),
         ({"layer_types": [KINDS[4]] * 43}, "layer_types"),
         ({"mlp_layer_types": ["moe", "hash_moe"] + ["moe"] * 41}, "mlp_layer_types"),

@@ -2,7 +2,6 @@
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
 
@@ -68,15 +67,14 @@ def test_an_error_about_an_api_key_has_no_part_of_it(tmp_path):
 def test_a_file_is_replaced_whole_or_stays(tmp_path, monkeypatch):
     path = tmp_path / "file"
     for content in (b"first", b"second"):
-        files.replace_file(path, content)
-        assert path.read_bytes() == content
-    write = Path.write_bytes
+        files.replace_file(path, content, mode=0o600)
+        assert path.read_bytes() == content and path.stat().st_mode & 0o777 == 0o600
 
-    def full(part: Path, content: bytes) -> None:
-        write(part, content[:2])
+    def full(descriptor: int) -> None:
+        assert os.fstat(descriptor).st_size == 5
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        files.replace_file(path, b"third")
+        files.replace_file(path, b"third", synced=True)
     assert path.read_bytes() == b"second" and list(tmp_path.iterdir()) == [path]

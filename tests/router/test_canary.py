@@ -100,7 +100,7 @@ def test_prefill_and_decode_instances_of_two_versions_never_mix():
             await Relay(fleet, parse_request(COMPLETIONS, body), {}).run(None)
         return [[(body.get("kv_transfer_params") or {}).get("from") for body in each.bodies] for each in decode]
 
-    options = RouterOptions(prefill=(URL,), decode=(URL,))
+    options = RouterOptions(prefill=(URL,), decode=(f"{URL}2",))
     prefill, decode = ([Recorder(f"{what}{i}", f"v{i}") for i in (1, 2)] for what in "pd")
     everything = [*prefill, *decode]
     one, two = asyncio.run(run(everything))

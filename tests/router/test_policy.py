@@ -390,6 +390,28 @@ def test_options_that_cannot_be(given):
         RouterOptions(**given)
 
 
+@pytest.mark.parametrize("given", [{"instances": (URL, f"{URL}/v1")}, {"prefill": (URL,), "decode": (URL,)}])
+def test_an_instance_that_is_named_twice_is_refused(given):
+    """Its gauges and labels would be there twice."""
+    with pytest.raises(ValueError, match=re.escape(URL)):
+        RouterOptions(**given)
+
+
+def test_an_instance_named_at_the_start_registers_in_no_other_role():
+    async def run() -> None:
+        options = RouterOptions(prefill=(URL,), decode=(f"{URL}2",), registration=True)
+        fleet = fleet_of(options, maker(options, None))
+        found = members_of(fleet, maker(options, None), None, lambda text: None)
+        found.start()
+        found.register(Registration(URL, "prefill"))
+        with pytest.raises(ApiError, match=f"role: {URL} "):
+            found.register(Registration(URL, "decode"))
+        assert [each.url for each in fleet.instances] == [f"{URL}2", URL]
+        await found.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 @pytest.mark.parametrize(
     ("number", "ends"), [(errno.ECONNREFUSED, False), (errno.EHOSTUNREACH, True), (errno.ENETUNREACH, True)]
 )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import dsv3
+from dsv3.files import replace_file
 from dsv3.processes.child import ChildResult, run_limited
 from tools.doctor.checks import Check
 from tools.doctor.rows import CaseResult, read_rows, show_figures
@@ -86,7 +87,7 @@ class Report:
         if not_tried:
             lines = [f"not tried {result.check.section} {result.check.name}: {_cut(not_tried)}"]
         try:
-            _write(self._directory / _log_name(result), log)
+            replace_file(self._directory / _log_name(result), log.encode())
             self._write("not finished")
         except OSError as error:  # the disk may have room again at the next one
             lines.append(f"the report cannot be written now: {error}")
@@ -123,8 +124,10 @@ class Report:
             "quick": self._quick,
         }
         written = {"version": 1, **about, "checks": [_as_json(result, self._redact) for result in self.results]}
-        _write(self._directory / "report.json", json.dumps(written, indent=1, allow_nan=False) + "\n")
-        _write(self._directory / "report.md", "\n".join(_page(self.verdict, about, self.results)) + "\n")
+        text = json.dumps(written, indent=1, allow_nan=False)
+        replace_file(self._directory / "report.json", f"{text}\n".encode())
+        page = "\n".join(_page(self.verdict, about, self.results))
+        replace_file(self._directory / "report.md", f"{page}\n".encode())
 
 
 def examine(checks: Sequence[Check], report: Report, say: Callable[[str], None], show: Callable[[str], None]) -> int:
@@ -343,10 +346,3 @@ def _escape(text: str) -> str:
 def _cut(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= _SAID else text[:_SAID] + "..."
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a file whole: whatever ends this process, there is the last version or this one."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, "utf-8")
-    os.replace(part, path)

@@ -12,6 +12,7 @@ from typing import Literal
 from dsv3.config.declaration import check, option
 
 Routing = Literal["cost", "events", "round_robin"]
+_MAX_GIB = 2**20  # a pebibyte, less than an engine accepts: a simulated pool has a record for each of its pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +104,10 @@ class SimulateOptions:
         "or of KV events (events); or to the next in turn.",
     )
     kv_offloading_size: float = option(
-        0.0, "Offload pages of prompts to this many GiB of each instance's host memory.", low=0, high=2**20
+        0.0, "Offload pages of prompts to this many GiB of each instance's host memory.", low=0, high=_MAX_GIB
     )
     kv_store_size: float = option(
-        0.0, "Offload them also to a store of this many GiB that all share.", low=0, high=2**20
+        0.0, "Offload them also to a store of this many GiB that all share.", low=0, high=_MAX_GIB
     )
     scale: bool = option(False, "Start and drain instances by --scale_queue and --scale_use.")
     scale_queue: float = option(_POLICY.queue_s, "Add one above so many seconds of prompts per instance.", above=0)

@@ -190,6 +190,8 @@ def _ratios(fields: Fields) -> tuple[tuple[int, ...], int, dict[str, int]]:
         raise fields.fail("layer_types", "what compress_ratios says")
     if any(ratios[count:]):
         raise fields.fail("compress_ratios", f"0 behind the {count} layers of the model")
+    if not any(ratios):  # such a model keeps nothing for the whole context, and the cache has pages of that alone
+        raise fields.fail(next(reversed(found)), "a list with at least one layer of compressed entries")
     return tuple(ratios[:count]), len(ratios) - count, rates
 
 

@@ -212,19 +212,22 @@ class PagesPlanner:
         orders = {rank: tiers.pop_orders() for rank, tiers in self._remote.items() if tiers.has_orders}
         if out or incoming or orders:
             self._under_way += 1
-            return [Planned(NAME, PagesCommand(out, self._load_copies(incoming), orders), loaded)]
+            context = self._scheduler.num_flushes, loaded
+            return [Planned(NAME, PagesCommand(out, self._load_copies(incoming), orders), context)]
         if not step and self._scheduler.waits_only_for_tiers:
             self._tiers.wait(_IDLE_WAIT_S)
         return []
 
     def on_results(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
-        """Stores offloaded pages in the tiers, and makes loaded pages findable."""
+        """Stores offloaded pages in the tiers, unless they have been flushed since; makes loaded pages findable."""
         assert isinstance(planned.command, PagesCommand)
-        arrays = iter(results)
-        for rank, keys in (pair for copy in planned.command.out for pair in copy.keys.items()):
-            if rank in self._own_ranks:  # the other processes store theirs
-                self._store(keys, value_rows(next(arrays), len(keys)))
-        for sequence, epoch, tokens in planned.context:
+        num_flushes, loaded = planned.context
+        if num_flushes == self._scheduler.num_flushes:
+            arrays = iter(results)
+            for rank, keys in (pair for copy in planned.command.out for pair in copy.keys.items()):
+                if rank in self._own_ranks:  # the other processes store theirs
+                    self._store(keys, value_rows(next(arrays), len(keys)))
+        for sequence, epoch, tokens in loaded:
             if self._scheduler.slots.holds(sequence, epoch):
                 self._scheduler.publish(sequence, tokens)
         self._under_way -= 1

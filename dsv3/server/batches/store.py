@@ -15,6 +15,7 @@ inside its own directory.
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import re
@@ -26,8 +27,7 @@ from typing import Literal
 
 import msgspec
 
-from dsv3.batch.formats import open_private
-from dsv3.files import sync
+from dsv3.files import replace_file, sync
 from dsv3.server.protocol.errors import ApiError
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
@@ -120,6 +120,7 @@ _TENANT = re.compile(r"[A-Za-z0-9._-]{0,64}")
 _STALE_S = 60.0
 # Uploads end after 60 s of silence, so a file that was written longer ago is abandoned.
 _ABANDONED_S = 600.0
+_write = functools.partial(replace_file, mode=0o600, synced=True)
 _log = logging.getLogger("dsv3.batches")
 
 
@@ -375,18 +376,3 @@ def _is_unfinished(path: Path) -> bool:
 def new_file_id() -> str:
     """Returns a new random id."""
     return f"file-{secrets.token_hex(12)}"
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Writes a small file atomically; raises OSError, also where the disk is full."""
-
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with open(part, "xb", opener=open_private) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise

@@ -1,7 +1,8 @@
 """Connections of the engine process to API servers: one queue of their messages; outputs go to the requests' senders.
 
 Frames to an API server are buffered and never dropped, since a lost token is a lost text. The buffer is bounded by what
-the running requests can still produce; an API server that stops reading is dropped above `MAX_BUFFERED_BYTES`.
+the running requests can still produce: if hundreds with `return_routed_experts` end in one step, a gigabyte. An API
+server that has not read `MAX_BUFFERED_BYTES`, and reads nothing for `STALL_S`, is dropped.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from dsv3.server.engine import messages
 from dsv3.server.engine.messages import FIRST_SENDER
 
 MAX_BUFFERED_BYTES = 512 * 2**20
+STALL_S = 10.0
 FRAME_ARRAY_BYTES = 64 * 2**20
 """Experts and masks in one frame of outputs, which `frames.MAX_FRAME_BYTES` bounds."""
 _HEARTBEAT_S = 1.0
@@ -42,7 +44,8 @@ class ApiServerConnection(frames.FrameProtocol):
         self.parts: list[PreparedRequest] = []
         self.sender = sender
         self._api_servers = api_servers
-        self._is_full = False
+        self._num_written = 0
+        self._is_watched = False
         self._transport: asyncio.WriteTransport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -67,8 +70,19 @@ class ApiServerConnection(frames.FrameProtocol):
         if self._transport.is_closing():
             return
         self._transport.write(frame)
-        if self.num_buffered > MAX_BUFFERED_BYTES and not self._is_full:
-            self._is_full = True
+        self._num_written += len(frame)
+        if not self._is_watched and self.num_buffered > MAX_BUFFERED_BYTES:
+            self._is_watched = True
+            self._watch()
+
+    def _watch(self, num_read: int = -1) -> None:
+        """Drops the API server if it has read no more than `num_read` bytes; checks again while too many wait."""
+        before, num_read = num_read, self._num_written - self.num_buffered
+        if self._transport.is_closing() or self.num_buffered <= MAX_BUFFERED_BYTES:
+            self._is_watched = False
+        elif num_read > before:
+            self._api_servers.loop.call_later(STALL_S, self._watch, num_read)
+        else:
             _log.error("API server %d does not read: %d bytes are buffered for it", self.sender, self.num_buffered)
             self._api_servers.drop(self)
 

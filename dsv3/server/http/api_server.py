@@ -17,7 +17,7 @@ from dsv3.server.config import ServerConfig
 from dsv3.server.engine.messages import EngineFailure, number_in
 from dsv3.server.http import messages
 from dsv3.server.http.api_server_processes import ApiServerProcesses
-from dsv3.server.http.http_server import HttpServer
+from dsv3.server.http.http_server import HttpServer, raise_open_files_limit
 from dsv3.server.http.serving import drain, serving, wait_for_any
 from dsv3.server.serving.metrics import NUM_NUMBERS, Metrics, SharedNumbers
 from dsv3.server.serving.service import Service, make_client, make_service, start_engines
@@ -90,6 +90,7 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
     dies is restarted and its requests resume. If that fails, every client gets an error at once, and the process exits
     after `failure_linger_s` (at once if the engine was never ready), so that a process manager can restart it.
     """
+    raise_open_files_limit()
     numbers = SharedNumbers(NUM_NUMBERS, config.options.api_server_count)
     registrar = None
     if config.options.register:

@@ -33,6 +33,7 @@ from dsv3.server.protocol.errors import ApiError
 _MAX_CONNECTIONS = 65_536
 _SPARE = 32
 _OWN_DESCRIPTORS = 64
+_OPEN_FILES = 2**18  # enough for a router of `_MAX_CONNECTIONS`, which opens one to an instance for each
 _DESCRIPTORS_PER_API_SERVER = 4
 _MAX_HEAD_BYTES_TOGETHER = 64 * 2**20
 _SLICE_BYTES = 32 * 1024
@@ -100,6 +101,27 @@ class ConnectionLimit:
     def _evict(self, client: "Connection") -> None:
         self.close(client)
         client.abort()
+
+
+def raise_open_files_limit() -> None:
+    """Raises the soft limit of open files (`ulimit -n`) to the hard one, for this process and those that it starts.
+
+    Logs a warning where it stays below the most connections that a process admits.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, wanted = (_OPEN_FILES if each == resource.RLIM_INFINITY else min(each, _OPEN_FILES) for each in limits)
+    while soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, limits[1]))
+            soft = wanted
+        except (OSError, ValueError):  # macOS has another limit, which `getrlimit` does not return
+            wanted //= 2
+    if soft < _MAX_CONNECTIONS:
+        _log.warning(
+            "this process may open %d files, which bounds its connections; raise the hard limit (ulimit -Hn) to %d",
+            soft,
+            _MAX_CONNECTIONS,
+        )
 
 
 def max_admitted(max_connections: int | None, api_server_count: int, files_per_request: int = 1) -> int:

@@ -36,10 +36,10 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The complete response, or one event with the tokens of a step."""
 
     request_id: str
+    kv_transfer_params: dict[str, Any] | None = None
     choices: list[GenerateChoice] | msgspec.Raw
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: msgspec.Raw | None = None
-    kv_transfer_params: dict[str, Any] | None = None
 
 
 class GenerateHandler(CompletionHandler):

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from dsv3.scheduler.request import MAX_PRIORITY, EngineRequest, ExpertIds, RequestRules, join_routed_experts
+from dsv3.scheduler.request import MAX_PRIORITY, EngineRequest, ExpertIds, RequestRules, routed_expert_rows
 from dsv3.server.limits import SMALL_BYTES
 from dsv3.server.otlp import Span
 from dsv3.server.protocol.errors import ApiError, invalid
@@ -122,24 +122,27 @@ class CompleteChoice:
 
     def routed_experts(self, prompt_tokens: int) -> Iterator[bytes]:
         """Yields the base64 of a .npy file: the experts of all tokens behind which the response has another."""
-        ids = join_routed_experts(self._routed_experts, prompt_tokens + len(self._token_ids) - 1)
-        return _encoded(np.zeros((0, 0, 0), np.uint8) if ids is None else ids)
+        return _encoded(self._expert_rows(prompt_tokens + len(self._token_ids) - 1))
 
-    def prompt_experts(self, tokens: int) -> str:
-        """Returns the base64 of the ids of the experts of the prompt's `tokens` tokens."""
-        ids = join_routed_experts(self._routed_experts, tokens)
-        return "" if ids is None else base64.b64encode(np.ascontiguousarray(ids)).decode()
+    def prompt_experts(self, tokens: int) -> Iterator[bytes]:
+        """Yields the base64 of the ids of the experts of the prompt's `tokens` tokens."""
+        return _base64(map(_raw, self._expert_rows(tokens)))
+
+    def _expert_rows(self, tokens: int) -> list[np.ndarray]:
+        return list(routed_expert_rows(self._routed_experts, tokens))
 
 
 def _kept(update: ChoiceUpdate) -> list[bytes]:
     return [token.kept for token in update.logprobs or () if token.kept is not None]
 
 
-def _encoded(array: np.ndarray) -> Iterator[bytes]:
-    """Yields the base64 of a .npy file."""
-    file = io.BytesIO()
-    np.save(file, array)
-    return _base64(file)
+def _encoded(rows: Sequence[np.ndarray]) -> Iterator[bytes]:
+    """Yields the base64 of a .npy file that has the rows of these arrays, `[n, L, K]` each."""
+    like, head = rows[0] if rows else np.zeros((0, 0, 0), np.uint8), io.BytesIO()
+    shape = (sum(map(len, rows)), *like.shape[1:])
+    fields = {"descr": like.dtype.str, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(head, fields)
+    return _base64([head.getbuffer(), *map(_raw, rows)])
 
 
 def _encoded_mask(kept: list[bytes]) -> Iterator[bytes]:
@@ -147,13 +150,23 @@ def _encoded_mask(kept: list[bytes]) -> Iterator[bytes]:
     counts = np.array([len(each) // 4 for each in kept], np.int32)
     file = io.BytesIO()
     np.savez(file, counts=counts, ids=np.frombuffer(b"".join(kept), "<i4"))
-    return _base64(file)
+    return _base64([file.getbuffer()])
 
 
-def _base64(file: io.BytesIO) -> Iterator[bytes]:
-    raw = file.getbuffer()
-    for start in range(0, len(raw), _ENCODED_BYTES):
-        yield base64.b64encode(raw[start : start + _ENCODED_BYTES])
+def _raw(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _base64(parts: Iterable[memoryview]) -> Iterator[bytes]:
+    """Yields the base64 of bytes that come in parts, of at most `_ENCODED_BYTES` of them at a time."""
+    left = b""
+    for part in parts:
+        for start in range(0, len(part), _ENCODED_BYTES):
+            some = left + part[start : start + _ENCODED_BYTES]
+            whole = len(some) - len(some) % 3  # only the last piece may be padded
+            yield base64.b64encode(some[:whole])
+            left = some[whole:]
+    yield base64.b64encode(left)
 
 
 def _text(pieces: Iterable[bytes]) -> msgspec.Raw:
@@ -345,13 +358,13 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
             bound_arrays("return_routed_experts", self._expert_bytes)
 
         await self.generation.run(self.parser, collect)
-        response = self.response(LIST_OF_GAP)
+        response, gaps = self.response(LIST_OF_GAP), self.gaps([choices[index] for index in sorted(choices)])
         if (params := self._transfer_params) is not None:
             if self.request.return_routed_experts and len(self.generation.prompts) == 1:
-                tokens = len(self.generation.prompts[0].token_ids)
-                params |= {"remote_routed_experts": choices[0].prompt_experts(tokens)}
+                params |= {"remote_routed_experts": TEXT_OF_GAP}  # all responses have it before their choices
+                gaps.insert(0, choices[0].prompt_experts(len(self.generation.prompts[0].token_ids)))
             response = msgspec.structs.replace(response, kv_transfer_params=params)
-        return await join_slices(fill_gaps(to_json(response), self.gaps([choices[index] for index in sorted(choices)])))
+        return await join_slices(fill_gaps(to_json(response), gaps))
 
     def gaps(self, wholes: list[CompleteChoice]) -> list[Iterable[bytes]]:
         """Returns what fills the gaps of the complete response: its choices."""
@@ -418,7 +431,7 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
             sent = self._num_experts_sent.get(update.choice, 0)
             if len(rows := part.array()[max(0, sent - part.start) :]):
                 self._num_experts_sent[update.choice] = max(sent, part.start) + len(rows)
-                found["routed_experts"] = _text(_encoded(rows))
+                found["routed_experts"] = _text(_encoded([rows]))
         if kept := _kept(update):
             found["sampling_mask"] = _text(_encoded_mask(kept))
         return found

@@ -2,8 +2,11 @@
 
 import errno
 import os
+import weakref
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -11,7 +14,7 @@ from dsv3.checkpoint import load, source
 from dsv3.checkpoint.layout import extents, whole_slice
 from dsv3.checkpoint.load_plan import LoadPlan, PlannedArray
 from dsv3.checkpoint.reader import CheckpointReader, PendingReads, aligned_empty, group_reads
-from dsv3.checkpoint.safetensors_file import Tensor
+from dsv3.checkpoint.safetensors_file import CheckpointError, Tensor
 from dsv3.checkpoint.source import ALIGNMENT, Buffers, Source
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 5 * ALIGNMENT + 77, np.uint8)
@@ -161,3 +164,42 @@ def test_arrays_are_read_ahead(path: Path, monkeypatch: pytest.MonkeyPatch, ahea
     assert max(seen) == most
     for i, (_, value) in enumerate(values):
         np.testing.assert_array_equal(value, CONTENT[16 * i : 16 * (i + 1)])
+
+
+class OnDevice:
+    """An array of which each read makes another copy in host memory; counts those made, and the most at once."""
+
+    made = live = most = 0
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values, self.shape, self.dtype = values, values.shape, values.dtype
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        copied = self._values.copy()
+        weakref.finalize(copied, self._count, -1)
+        self._count(1)
+        return copied
+
+    @classmethod
+    def _count(cls, change: int) -> None:
+        cls.live += change
+        cls.made, cls.most = cls.made + (change > 0), max(cls.most, cls.live)
+
+
+def test_arrays_come_to_host_memory_one_by_one_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer has them on its devices. One that has been deleted since is refused before a leaf is replaced."""
+    monkeypatch.setattr("dsv3.checkpoint.reader.BLOCK_BYTES", 128)
+    values = {name: CONTENT[i : i + 512].reshape(8, 64) for i, name in enumerate("abc")}
+    tensors = {name: Tensor(name, Path(name), CONTENT.dtype, (8, 64), 0) for name in values}
+    leaves = {n: (PlannedArray(n, (8, 64), CONTENT.dtype, (whole_slice(n, (8, 64)),), tensors),) for n in values}
+    arrays: dict[Path, Any] = {Path(name): OnDevice(array) for name, array in values.items()}
+    equal = ((tensors["a"], tensors["a"]),)
+    plan = LoadPlan(Path(), leaves, equal, arrays=arrays)
+    for name, value in load.read_leaves(plan, {}, progress=False, threads=1):
+        np.testing.assert_array_equal(value, values[name])
+    assert (OnDevice.made, OnDevice.live, OnDevice.most) == (4, 0, 1)  # "a" is compared first
+    arrays[Path("c")] = jax.device_put(values["c"])
+    arrays[Path("c")].delete()
+    with pytest.raises(CheckpointError, match="has been deleted"):
+        next(load.read_leaves(plan, {}, progress=False, threads=1))
+    assert OnDevice.made == 5

@@ -430,6 +430,19 @@ def test_flushing_empties_devices_and_host(make: MakeEngine):
     assert generate(engine, "again") == 0
 
 
+def test_flushing_drops_pages_on_their_way_to_the_host(make: MakeEngine):
+    engine = make()
+    engine.add(request("first", PROMPT[:100], max_tokens=3))
+    while not engine.scheduler.offload_queue:
+        engine.step()
+    engine.step()
+    assert not engine.scheduler.offload_queue, "a step in flight copies the page"
+    engine.flush()
+    drain(engine)
+    wait_until_stored(engine)
+    assert counts(engine).bytes_held == 0
+
+
 def test_batches_fit_their_memory():
     v3 = 61 * 64 * 576 * 2
     assert page_buckets(v3) == (1, 8)

@@ -93,9 +93,6 @@ def test_layers_without_entries_keep_nothing_for_the_whole_context() -> None:
     sparse, keys, heavy = layout.groups_of(from_hf(FLASH), "bfloat16", "context")
     assert sparse.layers == keys.layers == tuple(range(2, 43, 2)) and heavy.layers == tuple(range(3, 43, 2))
     assert (sparse.width, keys.width, heavy.width) == (512, 128, 512)
-    window_only = FLASH | {"compress_ratios": [0] * 44}
-    (window,) = from_hf(window_only).cache_groups("bfloat16")
-    assert window.name == WINDOW_LATENTS and window.layers == tuple(range(44))  # with the MTP module
 
 
 def test_the_cache_is_split_by_rules() -> None:

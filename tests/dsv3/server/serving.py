@@ -75,7 +75,7 @@ def command_of(process: psutil.Process) -> str:
 def running(model_dir: Path, *, ready: bool = True, open_files: int = 0, **settings) -> Iterator[Server]:
     """A server with `settings` of `ServerConfig`, its options as dictionaries; killed with its children at the end.
 
-    Its processes may open `open_files` files, where that is not 0.
+    `open_files` is their hard limit of open files, where that is not 0.
     """
     settings = {"model_dir": str(model_dir), "model_names": ["tiny"], "engine_factory": FAKE} | settings
     with tempfile.NamedTemporaryFile("w", suffix=".log") as log:

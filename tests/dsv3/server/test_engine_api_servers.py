@@ -175,12 +175,24 @@ def test_a_disconnect_is_reported_once(ends):
 def test_an_api_server_that_does_not_read_is_dropped(ends, monkeypatch):
     """API server 0, which can kill its process, is notified."""
     monkeypatch.setattr(api_servers_module, "MAX_BUFFERED_BYTES", 2**20)
+    monkeypatch.setattr(api_servers_module, "STALL_S", 0.05)
     big = StepOutputs([columns_of([(1, i, [0]) for i in range(100_000)])], [])
     for _ in range(3):
         ends.api_servers.deliver(big, None)
     assert isinstance(ends.receive(0), messages.ApiServerDropped)
     api_server, message = ends.next_message()
     assert (api_server.sender, message) == (1, None)
+    assert not ends.first_gone.is_set()
+
+
+def test_a_step_with_more_than_the_buffer_reaches_an_api_server_that_reads(ends, monkeypatch):
+    """Hundreds of rollouts with experts may end together."""
+    monkeypatch.setattr(api_servers_module, "MAX_BUFFERED_BYTES", 2**20)
+    monkeypatch.setattr(api_servers_module, "FRAME_ARRAY_BYTES", 2**20)
+    experts = ExpertIds(0, 1, 1, "|u1", bytes(2**20))
+    details = [EngineOutput(request_id=i, token_ids=[], routed_experts=experts) for i in range(8)]
+    ends.api_servers.deliver(StepOutputs([], details), None)
+    assert [each for _ in details for each in ends.receive(0).details] == details
     assert not ends.first_gone.is_set()
 
 

@@ -1,14 +1,17 @@
 """Expensive answers: their work is bounded, done as tokens arrive, and joined in slices."""
 
 import asyncio
+import io
 import json
 import math
+from base64 import b64decode
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv3.scheduler.request import TokenLogprobs
+from dsv3.scheduler.request import ExpertIds, TokenLogprobs
 from dsv3.server.engine.client import SLICE, EngineClient
 from dsv3.server.serving import handler
 from dsv3.server.serving.generation import ChoiceUpdate
@@ -73,6 +76,24 @@ def test_a_complete_choice_joins_its_updates():
     assert (choice.finish_reason, choice.stop_reason) == ("stop", "z")
     gaps = [with_commas(column) for column in choice.columns]
     assert b"".join(fill_gaps(b"[\x01]+[\x01]", gaps)) == b"[x,v]+[y,w]"
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 3), st.sampled_from(["|u1", "<u2"]))
+def test_experts_are_encoded_in_pieces(sizes, again, dtype):
+    """Parts end anywhere in three bytes, which make four characters, and another engine sends some tokens again."""
+    total = sum(sizes)
+    ids = np.arange(1, total + 1, dtype=dtype).reshape(-1, 1, 1)
+    choice, known = CompleteChoice(0), 0
+    for size in sizes:
+        start = max(0, known - again)
+        part = ExpertIds(start, 1, 1, dtype, ids[start : known + size].tobytes())
+        choice.add(ChoiceUpdate(0, [], [], routed_experts=part), ())
+        known += size
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handler, "_ENCODED_BYTES", 6)
+        pieces, file = list(choice.prompt_experts(total - 1)), b"".join(choice.routed_experts(total + 1))
+    assert b64decode(b"".join(pieces)) == ids[: max(0, total - 1)].tobytes() and max(map(len, pieces)) <= 8
+    assert np.array_equal(np.load(io.BytesIO(b64decode(file))), ids)
 
 
 def test_joining_runs_other_tasks_between_slices():

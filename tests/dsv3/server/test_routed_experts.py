@@ -114,6 +114,10 @@ def test_a_prefill_instances_choices_travel_in_its_transfer_params(server):
     params = ask(server, "/v1/completions", **first).json()["kv_transfer_params"]
     ids = np.frombuffer(base64.b64decode(params["remote_routed_experts"]), "<u2").reshape(-1, 2, 2)
     assert np.array_equal(ids, expected(len(PROMPT)))
+    sampling = {"max_tokens": 1, "return_routed_experts": True}
+    tokens = {"token_ids": PROMPT, "sampling_params": sampling, "kv_transfer_params": {"do_remote_decode": True}}
+    answer = server.http.post("/inference/v1/generate", json=tokens).json()
+    assert answer["kv_transfer_params"] == params and np.array_equal(experts(answer["choices"][0]), ids)
     second = {"prompt": PROMPT, "max_tokens": 4, "kv_transfer_params": params}
     [choice] = ask(server, "/v1/completions", **second).json()["choices"]
     assert np.array_equal(experts(choice), expected(len(PROMPT) + 3))

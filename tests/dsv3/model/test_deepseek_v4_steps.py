@@ -116,18 +116,18 @@ def test_chunks_equal_whole_sequences(number: int) -> None:
 
 
 def test_a_chunk_cut_between_micro_batches() -> None:
-    """The later one sees what the cache does not keep: in its middle a chunk that ends a page later has no window page.
+    """The later one sees what the cache does not keep: a chunk that ends in the next page has no window page before it.
 
-    The middle is in a chunk behind another one, in one alone, then behind all.
+    The middle is in a chunk behind another one, where a page begins; then behind all, and in a chunk alone.
     """
-    engine = Engine(PARAMS, CFG, 3)
-    engine.prefill_schedule = IN_TURN
-    long, other = engine.begin(), engine.begin()
-    steps = [[(other, 20, 0, 24), (long, LONG, 0, 256)], [(long, LONG, 256, T)], [(long, LONG, 256 + T, 8)]]
-    for chunks in steps:
+    wanted, engine = {n: alone(n) for n in (20, LONG)}, Engine(PARAMS, CFG, 3)
+    engine.prefill_schedule, engine.prefill_rows = IN_TURN, 2 * (PAGE + 4)
+    long, other, third = engine.begin(), engine.begin(), engine.begin()
+    first = [(other, 20, 0, 4), (long, LONG, 0, engine.prefill_rows - 4)]
+    for chunks in (first, [(long, LONG, engine.prefill_rows - 4, 8)], [(third, LONG, 0, engine.prefill_rows)]):
         found = engine.prefill([(who, sequence(n)[start : start + count]) for who, n, start, count in chunks])
         for logits, (_, n, start, count) in zip(found, chunks, strict=True):
-            np.testing.assert_array_equal(logits, alone(n)[start : start + count])
+            np.testing.assert_array_equal(logits, wanted[n][start : start + count])
 
 
 def test_layers_in_another_order() -> None:

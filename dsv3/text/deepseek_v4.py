@@ -4,6 +4,9 @@ Thinking is on unless the request turns it off. Reasoning before the last user t
 the request has tools. Results of calls are part of a user turn. A message may have a quick `task`, whose token ends the
 prompt. The role latest_reminder has a token of its own; a developer is a user whose turn has the tools.
 
+The encoder drops the task of a result, and of a user message that joins the turn of an earlier one: the model would
+answer as if there were none. The template refuses such a task.
+
 The texts for tools, response formats and efforts are read from the encoder file. It has one of two profiles: in the
 preview only the effort max has a text, in the official one low, high and max have one each.
 
@@ -63,7 +66,7 @@ _EFFORT = r"""
 {%- endmacro -%}
 """
 _MESSAGES = r"""
-{%- set ns = namespace(last=-1, keeps=false, starts=[]) -%}
+{%- set ns = namespace(last=-1, keeps=false, starts=[], task=none) -%}
 {%- if tools -%}{%- set ns.keeps = true -%}{%- endif -%}
 {%- for message in messages -%}
   {%- if message.role in ('user', 'developer', 'tool') -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
@@ -89,30 +92,35 @@ _MESSAGES = r"""
     {{- ('<｜User｜>' if message.role == 'developer' else '') ~ (message.content or '') -}}
     {{- appended(message.tools or (tools if loop.first), response_format if loop.first) -}}
   {%- elif message.role in ('user', 'tool') -%}
-    {%- set follows = not loop.first and loop.previtem.role in ('user', 'tool') and not loop.previtem.task -%}
-    {{- '\n\n' if follows and loop.index0 not in ns.starts else '<｜User｜>' -}}
+    {%- set follows = not loop.first and loop.previtem.role in ('user', 'tool') and loop.index0 not in ns.starts
+      and (message.role == 'tool' or not ns.task) -%}
+    {%- if message.task and (follows or message.role == 'tool') -%}
+      {{- raise_exception('task: it must be in the first message of a turn, and not in a result') -}}
+    {%- endif -%}
+    {%- if not follows -%}{%- set ns.task = message.task -%}{%- endif -%}
+    {{- '\n\n' if follows else '<｜User｜>' -}}
     {{- message.content if message.role == 'user' else '<tool_result>' ~ message.content ~ '</tool_result>' -}}
   {%- elif message.role == 'latest_reminder' -%}
     {{- '<｜latest_reminder｜>' ~ message.content -}}
   {%- elif message.role == 'assistant' -%}
-    {%- set has_thought = loop.first or not loop.previtem.task -%}
-    {%- if thinks and has_thought and (ns.keeps or loop.index0 > ns.last) -%}
+    {%- if thinks and not ns.task and (ns.keeps or loop.index0 > ns.last) -%}
       {{- (message.reasoning_content or '') ~ '</think>' -}}
     {%- endif -%}
     {{- (message.content or '') ~ calls(message) ~ eos_token -}}
   {%- else -%}
     {{- raise_exception('unknown role ' ~ message.role) -}}
   {%- endif -%}
+  {%- if message.role not in ('user', 'tool') -%}{%- set ns.task = message.task -%}{%- endif -%}
   {%- if (add_generation_prompt if loop.last else loop.nextitem.role in ('assistant', 'latest_reminder')) -%}
-    {%- if message.task -%}
-      {%- if message.task not in ('action', 'query', 'authority', 'domain', 'title', 'read_url') -%}
+    {%- if ns.task -%}
+      {%- if ns.task not in ('action', 'query', 'authority', 'domain', 'title', 'read_url') -%}
         {{- raise_exception('task: it may be action, query, authority, domain, title or read_url') -}}
       {%- endif -%}
-      {{- '<｜Assistant｜>' ~ ('<think>' if thinks else '</think>') if message.task == 'action' -}}
+      {{- '<｜Assistant｜>' ~ ('<think>' if thinks else '</think>') if ns.task == 'action' -}}
       {{- {
         'action': '<｜action｜>', 'query': '<｜query｜>', 'authority': '<｜authority｜>',
         'domain': '<｜domain｜>', 'title': '<｜title｜>', 'read_url': '<｜read_url｜>'
-      }[message.task] -}}
+      }[ns.task] -}}
     {%- elif message.role in ('user', 'developer', 'tool') -%}
       {%- set is_open = thinks and (ns.keeps or loop.index0 >= ns.last) -%}
       {{- '<｜Assistant｜>' ~ ('<think>' if is_open else '</think>') -}}

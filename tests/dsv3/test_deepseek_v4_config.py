@@ -125,6 +125,7 @@ def test_types_of_experts() -> None:
         ({"num_hash_layers": 44}, "num_hash_layers"),
         ({"compress_rate_csa": 128}, "compress_rates"),
         ({"compress_rate_hca": 96, "compress_ratios": [0, 0, *[4, 96] * 20, 4, 0]}, "compress_rates"),
+        ({"sliding_window": 257}, "sliding_window"),
         ({"rope_scaling": YARN | {"mscale": 1.0}}, r"rope_scaling\.mscale is 1\.0"),
         ({"rope_scaling": YARN | {"attention_factor": 1.277}}, r"rope_scaling\.attention_factor"),
         ({"rope_scaling": YARN | {"type": "linear"}}, r"rope_scaling\.type"),

@@ -286,6 +286,8 @@ def _check_consistent(fields: Fields, cfg: ModelConfig) -> None:
     assert compressed is not None
     if any(cfg.page_size % ratio for ratio in compressed.ratios if ratio):
         raise fields.fail("compress_rates", f"divisors of {cfg.page_size}, the tokens that 64 sparse entries stand for")
+    if compressed.window > cfg.page_size:  # a prefix is continued with the window page of its last page alone
+        raise fields.fail("sliding_window", f"at most {cfg.page_size}, the tokens that 64 sparse entries stand for")
     if cfg.num_attention_heads % compressed.output_groups:
         raise fields.fail("o_groups", f"a divisor of num_attention_heads, {cfg.num_attention_heads}")
     if compressed.indexer.head_dim < cfg.qk_rope_head_dim:

@@ -236,7 +236,9 @@ class _Layer:
             tails, first = self.group_rows(pool, each.tails), _first_series(given)
             tail, written = tails.write_after(tails.read(requests, tokens), first)
             page = rows.contexts[requests] // self.cfg.page_size * self.cfg.page_size
-            made_of = jnp.where((tokens < page[:, None])[..., None], _with_second_series(tail), made_of)
+            # A page that the earlier of two micro-batches fills may have no window page: `parts` still has its tokens.
+            in_tail = (tokens < page[:, None]) & (tails.locate(requests[:, None], tokens)[0] >= 0)
+            made_of = jnp.where(in_tail[..., None], _with_second_series(tail), made_of)
             pool = {**pool, each.tails: written}
         made = pool_window(made_of, tokens >= 0, width)
         by = entry_rotation(self.cfg, numbers * ratio)

@@ -25,7 +25,7 @@ def complete(
 
     A token's row has CHANNELS values and as many scores. Those of the step are in own [tokens, 2 * CHANNELS], whose
     scores lack what their place in the window adds; earlier ones are in the request's ring of RING rows, and the first
-    series of those before its last page in the TAILS rows of their page.
+    series of those before its last page in the TAILS rows of their page, if the request has a window page there.
     """
     token = tl.program_id(0)
     position = tl.load(positions_ptr + token)
@@ -57,8 +57,9 @@ def complete(
         if OVERLAPS:
             series += tl.where(place >= RATIO, D, 0)
             before = exists & (at < context // PAGE_TOKENS * PAGE_TOKENS)
-            tail = tl.load(window_table_ptr + page_at + at // PAGE_TOKENS, mask=before, other=0)
-            tail = (layer * WINDOW_PAGES + tl.maximum(tail, 0)) * TAILS + at % TAILS
+            tail = tl.load(window_table_ptr + page_at + at // PAGE_TOKENS, mask=before, other=-1)
+            before = before & (tail >= 0)  # else the earlier micro-batch has filled the page, and the ring has it
+            tail = (layer * WINDOW_PAGES + tail) * TAILS + at % TAILS
             row = tl.where(before, tails_ptr + tail * (2 * D), row)
             scores_at = tl.where(before, D, scores_at)
         cell = row[:, None] + series[:, None] + column[None, :]

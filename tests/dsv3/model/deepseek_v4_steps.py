@@ -92,6 +92,7 @@ class Engine:
     """Runs steps on a pool. What no request has is NaN, and pages and slots are given in an order of chance."""
 
     prefill_schedule = PLAIN
+    prefill_rows = T
 
     def __init__(self, params: Params, cfg: ModelConfig, seed: int, cache_dtype: str = "float32") -> None:
         self.params, self.cfg, self.rng = params, cfg, np.random.default_rng(seed)
@@ -123,7 +124,7 @@ class Engine:
 
     def prefill(self, chunks: list[tuple[Request, np.ndarray]], *, release: bool = True) -> list[np.ndarray]:
         """The logits `[n, W]` of each chunk. Without `release` all pages of the window are kept, to be parked."""
-        tokens, positions = np.full(T, 3, np.int32), np.full(T, 7, np.int32)
+        tokens, positions = np.full(self.prefill_rows, 3, np.int32), np.full(self.prefill_rows, 7, np.int32)
         cu = np.cumsum([0] + [len(new) for _, new in chunks] + [0] * (CHUNKS - len(chunks))).astype(np.int32)
         contexts, (tables, windows, slots) = np.zeros(CHUNKS, np.int32), self._tables(CHUNKS)
         for b, (request, new) in enumerate(chunks):

@@ -1,7 +1,6 @@
 """DeepSeek-V4's attention over a cache: however requests are cut, batched and placed, they equal whole sequences."""
 
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -116,18 +115,18 @@ def test_chunks_equal_whole_sequences(number: int) -> None:
 
 
 def test_a_chunk_cut_between_micro_batches() -> None:
-    """The later one sees what the cache does not keep: in its middle a chunk that ends a page later has no window page.
+    """The later one sees what the cache does not keep: a chunk that ends in the next page has no window page before it.
 
-    The middle is in a chunk behind another one, in one alone, then behind all.
+    The middle is in a chunk behind another one, where a page begins; then behind all, and in a chunk alone.
     """
-    engine = Engine(PARAMS, CFG, 3)
-    engine.prefill_schedule = IN_TURN
-    long, other = engine.begin(), engine.begin()
-    steps = [[(other, 20, 0, 24), (long, LONG, 0, 256)], [(long, LONG, 256, T)], [(long, LONG, 256 + T, 8)]]
-    for chunks in steps:
+    wanted, engine = {n: alone(n) for n in (20, LONG)}, Engine(PARAMS, CFG, 3)
+    engine.prefill_schedule, engine.prefill_rows = IN_TURN, 2 * (PAGE + 4)
+    long, other, third = engine.begin(), engine.begin(), engine.begin()
+    first = [(other, 20, 0, 4), (long, LONG, 0, engine.prefill_rows - 4)]
+    for chunks in (first, [(long, LONG, engine.prefill_rows - 4, 8)], [(third, LONG, 0, engine.prefill_rows)]):
         found = engine.prefill([(who, sequence(n)[start : start + count]) for who, n, start, count in chunks])
         for logits, (_, n, start, count) in zip(found, chunks, strict=True):
-            np.testing.assert_array_equal(logits, alone(n)[start : start + count])
+            np.testing.assert_array_equal(logits, wanted[n][start : start + count])
 
 
 def test_layers_in_another_order() -> None:
@@ -140,13 +139,15 @@ def test_layers_in_another_order() -> None:
 
 
 def test_fp8_rows_are_the_same_however_a_request_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's own tokens are rounded as those that it reads are, and that is all that differs from whole sequences."""
+    """A step rounds its own tokens, drafts too, as those that it reads. That is all that whole sequences lack."""
     (params, cfg), found, tokens = model("deepseek_v4", 1, 2), [], sequence(0)
-    for cuts in ([0, T, len(tokens)], [0, 130, 135, len(tokens)]):
+    for first, last in ((T, T), (118, 142)):  # tokens between them are decoded; most drafts are rejected
         engine = Engine(params, cfg, 0, "fp8")
         request = engine.begin()
-        chunks = [(request, tokens[first:last]) for first, last in itertools.pairwise(cuts)]
-        found.append(np.concatenate([engine.prefill([chunk])[0] for chunk in chunks]))
+        logits = engine.prefill([(request, tokens[:first])])
+        while request.length < last:
+            logits += [engine.decode([(request, drafted(0, request.length, 3, engine.rng), 3)])[0][:3]]
+        found.append(np.concatenate([*logits, *engine.prefill([(request, tokens[last:])])]))
     np.testing.assert_array_equal(*found)
 
     def rounded(q: jax.Array, keys: jax.Array, *others: Any) -> tuple[jax.Array, jax.Array]:

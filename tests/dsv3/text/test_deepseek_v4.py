@@ -222,6 +222,18 @@ def test_quick_tasks(rendered, thinking):
         rendered(USER | {"task": "dance"})
 
 
+def test_a_turn_has_the_task_of_its_first_message(rendered):
+    """Another one, which the encoder drops, is refused."""
+    asks, options = USER | {"task": "query"}, {"thinking": True, "reasoning_effort": "low"}
+    ended = f"{BOS}<｜User｜>Hi\n\n<tool_result>x</tool_result><｜query｜>"
+    assert rendered(asks, result("x"), **options) == ended
+    assert rendered(asks, result("x"), answer("a b"), **options) == f"{ended}a b{EOS}"
+    assert rendered(asks, result("x"), USER, **options).endswith(f"</tool_result><｜User｜>Hi{THINKING}")
+    for messages in ([USER, asks], [calling(call()), result("x"), asks], [asks, result("x") | {"task": "query"}]):
+        with pytest.raises(TemplateError, match="task: it must be in the first message of a turn"):
+            rendered(*messages, **options)
+
+
 def test_other_models_refuse_what_their_templates_would_drop():
     template = ChatTemplate(tiny.CHAT_TEMPLATE, {})
     for message in ({"role": "latest_reminder", "content": "x"}, USER | {"task": "title"}):

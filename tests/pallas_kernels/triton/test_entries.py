@@ -29,11 +29,13 @@ TABLE, PAGES, WINDOW_PAGES, SLOTS = 2, 5, 4, 3
 D, KEY, RATIOS = 128, 64, (0, 4, 8, 4, 8)
 PLACES = (LayerPlace(0, 0), LayerPlace(3, 3, 4, 1), LayerPlace(4, 4, 8, 1))
 CASES = [(PLACES[1], "bfloat16"), *((place, FP8) for place in PLACES)]
-PAGE_TABLE = np.array([[3, 1], [4, 0]], np.int32)
-WINDOW_TABLE = np.array([[2, 0], [3, -1]], np.int32)
+PAGE_TABLE = np.array([[3, 1], [4, 0], [2, 0]], np.int32)
+WINDOW_TABLE = np.array([[2, 0], [3, -1], [-1, 1]], np.int32)
 ROWS = 49
-LENGTHS = (270, 41)
-"""Tokens after the prefill; the first entry of a page begins in the last rows of the page before."""
+LENGTHS = (270, 39, 260)
+"""Tokens after the prefill. The first entry of a page begins in the last rows of the page before: the last request has
+no window page there, as where a step's earlier micro-batch has filled the page.
+"""
 
 
 def small() -> ModelConfig:
@@ -85,22 +87,22 @@ def only_entries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def batches() -> list[PrefillBatch | DecodeBatch]:
-    """A chunk of both requests with padding, whole windows and parts of them; then two steps with drafts."""
-    tables = {"window_table": jnp.asarray(WINDOW_TABLE), "slots": jnp.asarray([2, 0], jnp.int32)}
+    """A chunk of each request with padding, whole windows and parts of them; then two steps with drafts."""
+    tables = {"window_table": jnp.asarray(WINDOW_TABLE), "slots": jnp.asarray([2, 0, 1], jnp.int32)}
     found: list[PrefillBatch | DecodeBatch] = []
-    contexts = np.array([244, 0], np.int32)
-    for chunks in ((14, 6), (12, 35)):
+    contexts = np.array([244, 0, 254], np.int32)
+    for chunks in ((14, 6, 4), (12, 33, 2)):
         padding = np.full(ROWS - sum(chunks), 9)
         positions = np.concatenate([*(c + np.arange(n) for c, n in zip(contexts, chunks, strict=True)), padding])
-        cu = jnp.asarray([0, chunks[0], sum(chunks)], jnp.int32)
+        cu = jnp.asarray(np.cumsum([0, *chunks]), jnp.int32)
         flat = jnp.asarray(positions, jnp.int32)
         arrays = flat, flat, cu, jnp.asarray(contexts), jnp.asarray(PAGE_TABLE)
         found.append(PrefillBatch(*arrays, **tables))
         contexts = contexts + np.array(chunks, np.int32)
     assert tuple(contexts) == LENGTHS
     for ahead in (3, 5):
-        lengths = jnp.asarray([LENGTHS[0] + ahead, LENGTHS[1] + ahead if ahead == 3 else 0], jnp.int32)
-        found.append(DecodeBatch(jnp.zeros((2, 3), jnp.int32), lengths, jnp.asarray(PAGE_TABLE), **tables))
+        lengths = jnp.asarray([LENGTHS[0] + ahead, LENGTHS[1] + ahead if ahead == 3 else 0, 0], jnp.int32)
+        found.append(DecodeBatch(jnp.zeros((3, 3), jnp.int32), lengths, jnp.asarray(PAGE_TABLE), **tables))
     return found
 
 

@@ -17,12 +17,13 @@ from concurrent.futures import ProcessPoolExecutor
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gpu.children import Program, program_of
+from benchmarks.gpu.children import Program
 from benchmarks.record import Report, arguments, run
 from pallas_kernels import checks, gpus
 from pallas_kernels.backend import Backend
 from pallas_kernels.mla import mla_prefill, mla_prefill_topk
 from pallas_kernels.triton.resources import TracedKernel, TritonResources, compile_kernel, traced_kernels
+from tools.sass.kernels import program_of
 
 _TITLE = "Kernels of each operation: most registers, most KiB of shared memory"
 

@@ -149,7 +149,6 @@ ELSEWHERE = {
     "plan_published": "tests/benchmarks/test_plan_published.py",
     "plan_transports": "tests/benchmarks/test_plan_transports.py",
     "pages": "tests/benchmarks/test_pages.py",
-    "request_trace": "starts three servers; tests/router/test_router.py checks such a trace",
     "soak": "tests/dsv3/server/test_soak_benchmark.py",
     "to_gguf": "needs gguf",
     "toolchains": "tests/benchmarks/test_toolchains.py",

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from benchmarks.record import Cell, Report, run
+from benchmarks.record import Cell, Report, arguments, run
 from configs.deepseek_v4 import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_FLASH_0731, DEEPSEEK_V4_PRO
 from configs.deployments import H100, V4_DEPLOYMENTS, V4_FLASH_4XH200, V4_FLASH_4XH200_TP4, device
 from dsv3.config.model import ModelConfig
@@ -43,6 +43,7 @@ GB = 1e9
 
 
 def main(report: Report) -> None:
+    arguments(__doc__)
     plans = [each for deployment in V4_DEPLOYMENTS for each in _both(deployment)]
     columns = ["deployment", "experts", "weights (GB)", "requests per rank", "needed (GB)", "of (GB)", "fits",
                "tokens of cache that fit a rank", "window pages that fit"]  # fmt: skip

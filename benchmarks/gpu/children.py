@@ -14,7 +14,6 @@ import operator
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -35,8 +34,6 @@ _LOST = 3  # a child's exit status after a row, which it has printed, that has c
 _OVERDUE = "Timeout ("  # how faulthandler begins
 type Key = tuple[str, str]
 """Table and name of a row."""
-type Program = tuple[str, Callable[..., Any], tuple[Any, ...]]
-"""A name, a function, and the shapes of its arguments."""
 ROOFS: Key = ("roofs", "roofs")
 
 

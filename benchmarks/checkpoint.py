@@ -16,16 +16,14 @@ Processor seconds are shown because a load that waits for a busy processor looks
 """
 
 import contextlib
-import json
 import mmap
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +46,7 @@ SIZES: dict[str, Any] = {
 
 def main(report: Report) -> None:
     """Makes the checkpoints, runs the cases and reports a line per case."""
-    given = arguments(__doc__, size_gb=2.0, rounds=3, directory=tempfile.gettempdir(), only="", case=None)
-    if given.case:
-        print(json.dumps(run_case(given.case, Path(given.directory))))
-        return
+    given = arguments(__doc__, size_gb=2.0, rounds=3, directory=tempfile.gettempdir(), only="")
     with tempfile.TemporaryDirectory(dir=given.directory) as directory:
         make(Path(directory), given.size_gb)
         chosen = {case: name for case, name in CASES.items() if "raw" in case or given.only in case}
@@ -106,16 +101,13 @@ def drop_cache(directory: Path) -> str:
 
 
 def in_fresh_process(case: str, directory: Path) -> dict[str, float]:
-    """Result of one case, measured in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.checkpoint", f"--case={case}", f"--directory={directory}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout)
+    """Returns what `run_case` measures in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(run_case, case, directory).result()
 
 
 def run_case(case: str, directory: Path) -> dict[str, float]:
-    """Seconds, bytes asked of the kernel and fetched from storage, processor seconds, peak memory above the start."""
+    """Returns seconds, processor seconds, bytes asked of the kernel and fetched from storage, peak above the start."""
     work, process = loader(case, directory), psutil.Process()
     before, resident = process.io_counters(), process.memory_info().rss
     start, cpu = time.perf_counter(), time.process_time()

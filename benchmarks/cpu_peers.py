@@ -6,10 +6,10 @@
 
 The first form writes a random model of 745 million parameters at 12 layers (`benchmarks/cpu_step.py` has its shape) as
 a Hugging Face checkpoint. The second starts a server per dtype, and two llama-servers per GGUF file: one with
-llama.cpp's own defaults, and one with flash attention and as many threads as cores (`--llama-settings` names other
-ones). The load generator `tools.load` measures one after the other, in turns over the rounds; idle servers wait. An
-interpreter that has transformers and torch generates the same numbers of tokens in batches, once per dtype except fp8:
-its sequences start and end together, the best case of a batch. Without `--model` all of them run the bundled model.
+llama.cpp's own defaults, and one with flash attention and as many threads as cores. The load generator `tools.load`
+measures one after the other, in turns over the rounds; idle servers wait. An interpreter that has transformers and
+torch generates the same numbers of tokens in batches, once per dtype except fp8: its sequences start and end together,
+the best case of a batch. Without `--model` all of them run the bundled model.
 
 Per peer and number of `--requests`: output tokens per second (their tokens over the median time of a request, its
 prompt included, of `--tokens` each), and the time to the first token of a prompt of `--long` tokens. Ratios are the
@@ -44,6 +44,7 @@ from dsv3.model.params import initialize
 from tools import load
 
 LIMITS = ("--max_num_seqs=16",)
+LLAMA_SETTINGS = ("", f"--flash-attn on --threads {os.cpu_count()}")
 FORMATS = {"fp8": ("--dtype=bfloat16", "--fp8=quantize")}
 """Options of what is no type of its own."""
 _WORKER = """
@@ -104,7 +105,7 @@ def servers(given: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     return ours | {
         f"llama.cpp {Path(gguf).stem} {setting}".strip(): (*llama, *shlex.split(setting), "--model", gguf)
         for gguf in given.gguf
-        for setting in given.llama_settings
+        for setting in LLAMA_SETTINGS
     }
 
 
@@ -160,11 +161,9 @@ def generated(generate: Generate, vocab_size: int, cell: Load, seed: int) -> flo
 
 
 def main(report: Report) -> None:
-    settings = ["", f"--flash-attn on --threads {os.cpu_count()}"]
     given = arguments(
         __doc__, make=Path, layers=12, model=bundled_model(), dtypes=("bfloat16", "float32"), llama_server=Path,
-        gguf=[], llama_settings=settings, transformers_python=Path, requests=(1, 4, 16), tokens=128,
-        long=1024, repeats=2, rounds=3,
+        gguf=[], transformers_python=Path, requests=(1, 4, 16), tokens=128, long=1024, repeats=2, rounds=3,
     )  # fmt: skip
     if given.make:
         make(given.make, given.layers)

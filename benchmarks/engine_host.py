@@ -1,7 +1,7 @@
 """Host time between decode steps, with a device step that costs next to nothing.
 
     python -m benchmarks.engine_host [--running 128] [--steps 2000]
-    python -m benchmarks.engine_host --unit [--churn 18]
+    python -m benchmarks.engine_host --unit
     python -m benchmarks.engine_host --drafts 1 [--unit] [--rounds 5]
 
 The model is replaced by one product-free function, so what is left is the engine: planning, launching two programs,
@@ -11,8 +11,7 @@ the small programs on the calling thread: on a GPU the figures are lower.
 
 `--unit` is the published decode unit: 144 ranks with 128 requests each, over 18 hosts. Nothing is launched on a device:
 the executor encodes each follower's part of the command, as a leader does, and gives every row a token. Each step's
-frame to the API server is encoded too. `--churn` requests end and as many arrive in every step. A last table has what
-encoding a step's results for several API servers takes.
+frame to the API server is encoded too. A last table has what encoding a step's results for several API servers takes.
 
 `--drafts` compares, in turns, steps with drafts and steps without, and no devices: those of one rank with
 `--running` requests, or of the decode unit.
@@ -130,7 +129,7 @@ class UnitExecutor:
         right = np.random.default_rng(0).random((8, *shape, cfg.tokens_per_row - 1)) < 0.85
         rest = np.where(np.logical_and.accumulate(right, axis=-1), 1, NOTHING).astype(np.int32)
         self._rows = itertools.cycle(np.concatenate([self._first, drafts], axis=-1) for drafts in rest)
-        self.sent = 0
+        self.sent: list[int] = []
 
     def compile_all(self, progress: Any = None, store: Any = None) -> None:
         """Has nothing to compile."""
@@ -139,7 +138,7 @@ class UnitExecutor:
         """Has nothing to launch."""
 
     def launch(self, command: StepCommand) -> None:
-        self.sent = sum(len(messages.encode(messages.step_of(command.part(ranks)))) for ranks in self._parts)
+        self.sent = [len(messages.encode(messages.step_of(command.part(ranks)))) for ranks in self._parts]
 
     def fetch(self, command: StepCommand, launched: None) -> list[Any]:
         return [self._results(*job) for job in command.jobs]
@@ -151,10 +150,10 @@ class UnitExecutor:
 
 
 class Unit:
-    """An engine without devices: `ranks * rows` requests decode over `nodes` hosts, `churn` end in each step."""
+    """An engine without devices: `ranks * rows` requests decode over `nodes` hosts."""
 
-    def __init__(self, ranks: int = 144, rows: int = 128, nodes: int = 18, churn: int = 0, drafts: int = 0) -> None:
-        self._running, self._churn = ranks * rows, churn
+    def __init__(self, ranks: int = 144, rows: int = 128, nodes: int = 18, drafts: int = 0) -> None:
+        self._running = ranks * rows
         self.frame_bytes, self.tokens = 0, 0.0
         config = {"method": "mtp", "num_speculative_tokens": drafts} if drafts else None
         cfg = EngineConfig(
@@ -187,8 +186,7 @@ class Unit:
     def _arrive(self) -> None:
         engine = self._engine
         for _ in range(self._running - len(engine.scheduler.sequences)):
-            length = 1000 if not self._churn else self._running // self._churn
-            sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=length)
+            sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=1000)
             prompt = [2] * next(self._lengths)
             engine.add(EngineRequest(request_id=next(self._ids), prompt_token_ids=prompt, sampling=sampling))
 
@@ -203,7 +201,7 @@ def measure_unit(report: Report, unit: Unit, steps: int) -> None:
     """Reports times of the decode unit, and what a step sends."""
     tabulate(report, "A step of the decode unit", unit.run(steps))
     sizes = [
-        ["a decode command to each follower", round(unit.executor.sent / 17)],
+        ["a decode command to each follower", round(statistics.mean(unit.executor.sent))],
         ["a step's results", unit.frame_bytes],
     ]
     report.table("What it sends", ["what", "bytes"], sizes)
@@ -238,12 +236,12 @@ def compare_drafts(report: Report, drafts: int, layout: dict[str, int], steps: i
 
 
 def main(report: Report) -> None:
-    args = arguments(__doc__, running=128, steps=2000, rounds=5, unit=False, churn=0, drafts=0)
+    args = arguments(__doc__, running=128, steps=2000, rounds=5, unit=False, drafts=0)
     if args.drafts:
         layout = {} if args.unit else {"ranks": 1, "rows": args.running, "nodes": 1}
         compare_drafts(report, args.drafts, layout, min(args.steps, 40), args.rounds)
     elif args.unit:
-        measure_unit(report, Unit(churn=args.churn), min(args.steps, 300))
+        measure_unit(report, Unit(), min(args.steps, 300))
     else:
         tabulate(report, f"{args.running} running requests", measure(args.running, args.steps))
 

@@ -3,8 +3,8 @@
   JAX_PLATFORMS=cpu python -m benchmarks.first_start
   JAX_PLATFORMS=cpu python -m benchmarks.first_start --wake
 
-Tells how many programs it compiles, and the processor seconds of the process from its start until it is ready. With
-`--wake` it tells how long an engine takes to sleep and to wake, by level, beside the start of another process that
+Reports how many programs it compiles, and the processor seconds of the process from its start until it is ready. With
+`--wake` it reports how long an engine takes to sleep and to wake, by level, beside the start of another process that
 finds all programs in the store; each round measures all of them.
 """
 

@@ -40,14 +40,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from benchmarks.instances import processor_s
 from benchmarks.record import Cell, Report, arguments, run
-from dsv3.config.options import EngineOptions
-from dsv3.config.server_options import ServerOptions
 from dsv3.engine.step_log import EngineSnapshot, StepLog
 from dsv3.scheduler.request import EngineOutput, RequestRules, StepOutputs, Tokens
 from dsv3.scheduler.timing import RequestTiming
-from dsv3.server.config import ServerConfig
 from dsv3.server.engine.messages import EngineInfo
-from dsv3.server.http.api_server import bind, serve
 from tests.dsv3.server.collector import Collector
 
 TABLE = ((128, 20.0), (1000, 5.0), (10_000, 0.25))
@@ -65,9 +61,9 @@ _TRACES_S = 1.5  # in which the last traces are sent
 
 def main(report: Report) -> int:
     """Reports the table; exit status 0 means that no token was lost."""
-    given = arguments(__doc__, streams=int, rate=10.0, servers=1, seconds=10.0, traces=int, role=None, settings=None)
-    if given.role:
-        return uvloop.run({"server": _serve, "clients": _run_clients}[given.role](json.loads(given.settings)))
+    given = arguments(__doc__, streams=int, rate=10.0, servers=1, seconds=10.0, traces=int, clients=None)
+    if given.clients:
+        return uvloop.run(_run_clients(json.loads(given.clients)))
     sizes = [(given.streams, given.rate)] if given.streams else TABLE
     if given.traces:
         columns = ["streams", "tokens of each", "traces", "processor per token while all run (us)", "more (%)",
@@ -117,12 +113,21 @@ def _measure(streams: int, rate: float, given: argparse.Namespace, endpoint: str
     """Measures one size, with traces to `endpoint` if it is given."""
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory))
-        settings = {"model_dir": directory, "streams": streams, "rate": rate, "servers": given.servers,
-                    "seconds": given.seconds, "endpoint": endpoint, "max_tokens": _tokens_of(rate, given)}  # fmt: skip
-        server = _start("server", settings)
+        config = {
+            "model_dir": directory,
+            "model_names": ["empty"],
+            "options": {"api_server_count": given.servers, "otlp_traces_endpoint": endpoint},
+            "engine": {"max_num_queued_reqs": streams},
+            "engine_factory": "benchmarks.front:make",
+            "factory_options": {"rate": rate, "max_num_seqs": streams},
+        }
+        settings = {"directory": directory, "streams": streams, "seconds": given.seconds,
+                    "max_tokens": _tokens_of(rate, given)}  # fmt: skip
+        server = _start("tests.dsv3.server.served", json.dumps(config))
         try:
             settings["port"] = int(_line(server).split()[1])
-            assert _line(server) == "ready", "the server does not start"
+            while (line := _line(server)) != "ready":
+                assert line, "the server does not start"
             return _under_load(server, settings)
         finally:
             server.terminate()
@@ -134,7 +139,7 @@ def _under_load(server: subprocess.Popen[str], settings: dict) -> Measured:
     children = (child for child in first.children() if "dsv3.server.http.api_server_child" in child.cmdline())
     processes = [first, *children]
     empty, idle = _memory(processes), processor_s(*processes)
-    client = _start("clients", settings)
+    client = _start("benchmarks.front", "--clients", json.dumps(settings))
     try:
         assert _line(client) == "begin", "the streams do not begin"
         before, full = processor_s(*processes), _memory(processes)
@@ -157,9 +162,8 @@ def _memory(processes: list[psutil.Process]) -> int:
     return sum(process.memory_info().rss for process in processes)
 
 
-def _start(role: str, settings: dict) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.front", "--role", role, "--settings", json.dumps(settings)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def _start(module: str, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-m", module, *words], stdout=subprocess.PIPE, text=True)
 
 
 def _line(process: subprocess.Popen[str]) -> str:
@@ -167,23 +171,7 @@ def _line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-# The server, and the engine behind it.
-
-
-async def _serve(settings: dict) -> int:
-    """Serves until SIGTERM; prints the port, and "ready"."""
-    listener = bind("127.0.0.1", 0)
-    print("port", listener.getsockname()[1], flush=True)
-    config = ServerConfig(
-        model_dir=Path(settings["model_dir"]),
-        model_names=("empty",),
-        options=ServerOptions(api_server_count=settings["servers"], otlp_traces_endpoint=settings["endpoint"]),
-        engine=EngineOptions(max_num_queued_reqs=settings["streams"]),
-        engine_factory="benchmarks.front:make",
-        factory_options={"rate": settings["rate"], "max_num_seqs": settings["streams"]},
-        notify=lambda line: None,
-    )
-    return await serve(config, listener, lambda _: print("ready", flush=True))
+# The model, and the engine behind the server.
 
 
 def write_model(directory: Path) -> None:
@@ -301,7 +289,7 @@ class Clients:
 
     def __init__(self, settings: dict):
         self.settings = settings
-        self.times = step_times(Path(settings["model_dir"]))
+        self.times = step_times(Path(settings["directory"]))
         self.begun = self.done = self.tokens = 0
         self.failures: list[str] = []
         self.measures = False

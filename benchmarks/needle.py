@@ -1,6 +1,6 @@
 """Finds a needle at the beginning of a long prompt, with DeepSeek-V4's rules at the published ratios and angles.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.needle [--ratio 4,128] [--tokens 300000] [--chunk 4096]
+    JAX_PLATFORMS=cpu python -m benchmarks.needle [--ratio 4 128] [--tokens 300000] [--chunk 4096]
 
 The model has one layer and handmade weights (`tests/dsv3/model/deepseek_v4_needle.py`): only an entry of the layer's
 ratio keeps the needle, which stands among the first 200 tokens. The question ends the prompt. An engine computes the
@@ -13,7 +13,7 @@ import time
 import jax.numpy as jnp
 
 from benchmarks.engines import answer
-from benchmarks.record import Cell, Report, parser_of, run
+from benchmarks.record import Cell, Report, arguments, run
 from dsv3 import SamplingParams
 from dsv3.config.engine import EngineConfig, pages_for
 from dsv3.config.model import ModelConfig
@@ -26,13 +26,7 @@ from tests.dsv3.model import deepseek_v4_needle as needle
 
 
 def main(report: Report) -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument(
-        "--ratio", type=lambda text: [int(ratio) for ratio in text.split(",")], default=[*needle.PLACES]
-    )
-    parser.add_argument("--tokens", type=int, default=300_000)
-    parser.add_argument("--chunk", type=int, default=4096)
-    given = parser.parse_args()
+    given = arguments(__doc__, ratio=tuple(needle.PLACES), tokens=300_000, chunk=4096)
     asked = given.tokens // needle.WINDOW * needle.WINDOW + needle.ASKED % needle.WINDOW
     columns = ["entries of so many tokens", "prompt (tokens)", "needle at", "found", "prompt (s)", "tokens/s"]
     rows = [_row(ratio, asked, given.chunk) for ratio in given.ratio]

@@ -21,9 +21,7 @@ import numpy as np
 from benchmarks.record import ROOT, Cell, Report, arguments, run
 from dsv3.checkpoint import load_params
 from dsv3.config.hugging_face import load_config
-from dsv3.config.model import ModelConfig
 from dsv3.model.forward import forward
-from dsv3.model.params import Params
 
 GOLDEN = ROOT / "tests" / "golden"
 LARGEST_ERROR = 1e-4
@@ -47,24 +45,15 @@ def compare(member: str) -> list[Cell]:
     cfg = load_config(directory)
     params = load_params(directory, cfg, dtype=jnp.float32, fp8="dequantize", progress=False)
     golden = _golden(directory)
-    known, texts = golden.get("input_ids"), list(_texts(golden))
-    width = max([0 if known is None else known.shape[1], *(len(prompt) + len(more) for prompt, more in texts)])
-    rows = np.zeros(((0 if known is None else len(known)) + len(texts), width), np.int32)
-    if known is not None:
-        rows[: len(known), : known.shape[1]] = known
-    for row, text in zip(rows[len(rows) - len(texts) :], texts, strict=True):
-        row[: sum(map(len, text))] = np.concatenate(text)
-    logits = _logits(params, cfg, rows)
-    error = None
-    if known is not None:
-        ours, theirs = logits[: len(known), : known.shape[1]], golden["logits"]
-        error = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
-    best = logits[len(rows) - len(texts) :].argmax(-1)
-    equal = [
-        (each[len(prompt) - 1 :][: len(more)] == more).all() for each, (prompt, more) in zip(best, texts, strict=True)
-    ]
-    positions, some = None if known is None else known.size, bool(texts)
-    return [member, cfg.family, positions, error, len(texts) if some else None, sum(equal) if some else None]
+    known, texts = np.asarray(golden.get("input_ids", np.zeros((0, 0), np.int32))), list(_texts(golden))
+    rows = [*known, *map(np.concatenate, texts)]
+    width = max(map(len, rows))
+    tokens = np.array([np.pad(row, (0, width - len(row))) for row in rows], np.int32)
+    logits = np.asarray(_forward(params, cfg=cfg, tokens=jnp.asarray(tokens)).logits)
+    ours, best = logits[: len(known), : known.shape[1]], logits[len(known) :].argmax(-1)
+    error = float(np.abs(ours - golden["logits"]).max() / np.abs(golden["logits"]).max()) if known.size else None
+    equal = [(row[len(ids) - 1 :][: len(more)] == more).all() for row, (ids, more) in zip(best, texts, strict=True)]
+    return [member, cfg.family, known.size or None, error, len(texts) or None, sum(equal) if texts else None]
 
 
 def _golden(directory: Path) -> dict[str, np.ndarray]:
@@ -79,10 +68,6 @@ def _texts(golden: dict[str, np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarr
     for prompt, more in zip(golden.get("prompts", ()), golden.get("greedy", ()), strict=True):
         ids = np.asarray(prompt)
         yield ids[ids >= 0], np.asarray(more)
-
-
-def _logits(params: Params, cfg: ModelConfig, tokens: np.ndarray) -> np.ndarray:
-    return np.asarray(_forward(params, cfg=cfg, tokens=jnp.asarray(tokens)).logits)
 
 
 if __name__ == "__main__":

@@ -14,15 +14,15 @@ DeepEP's low-latency transfers around grouped products, and for one kernel that 
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from benchmarks.record import Cell, Report, run
+from benchmarks.record import Cell, Report, arguments, run
 from configs.deepseek_v4 import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_FLASH_0731, DEEPSEEK_V4_PRO
 from configs.deployments import H100, V4_DEPLOYMENTS, V4_FLASH_4XH200, V4_FLASH_4XH200_TP4, device
 from dsv3.config.model import ModelConfig
 from tools.plan.deployment import Deployment, PlannedBatch, kernel_rates
 from tools.plan.roofline import HOOK_S, TRANSFER_S, decode_stages, wire_rows
-from tools.plan.uncompiled import MixedRate, StepEstimate, UncompiledPlan, uncompiled_plan
+from tools.plan.uncompiled import StepEstimate, UncompiledPlan, uncompiled_plan
 from tools.plan.uncompiled_report import cache_pages
 
 MODELS = {"Flash": DEEPSEEK_V4_FLASH, "Pro": DEEPSEEK_V4_PRO}
@@ -43,6 +43,7 @@ GB = 1e9
 
 
 def main(report: Report) -> None:
+    arguments(__doc__)
     plans = [each for deployment in V4_DEPLOYMENTS for each in _both(deployment)]
     columns = ["deployment", "experts", "weights (GB)", "requests per rank", "needed (GB)", "of (GB)", "fits",
                "tokens of cache that fit a rank", "window pages that fit"]  # fmt: skip
@@ -67,11 +68,7 @@ def _both(deployment: Deployment, model: ModelConfig | None = None) -> Iterator[
     """Returns the plans of a deployment with FP4 experts, and with FP8 ones."""
     model = model or MODELS["Pro" if "pro" in deployment.name else "Flash"]
     for fp4 in ("keep", "fp8"):
-        yield _plan(model, dataclasses.replace(deployment, fp4=fp4))
-
-
-def _plan(model: ModelConfig, deployment: Deployment) -> UncompiledPlan:
-    return uncompiled_plan(model, model.family or "", deployment)
+        yield uncompiled_plan(model, model.family or "", dataclasses.replace(deployment, fp4=fp4))
 
 
 def _experts(plan: UncompiledPlan) -> str:
@@ -100,34 +97,25 @@ def _speed(plan: UncompiledPlan) -> list[Cell]:
     ]
 
 
-class Best(NamedTuple):
-    """The fastest of several ways to run so many requests at once."""
-
-    rate: MixedRate
-    plan: UncompiledPlan
-
-
-def fastest(requests: int, drafts: Drafter | None) -> Best:
-    """Returns the fastest of: one rank or four, FP4 experts or FP8 ones."""
-    found, (model, speculative, acceptance) = [], DRAFTS[drafts or "MTP"]
+def fastest(requests: int, drafts: Drafter | None) -> UncompiledPlan:
+    """Returns the fastest plan of so many requests at once: by one rank or four, FP4 experts or FP8 ones."""
+    plans, (model, speculative, acceptance) = [], DRAFTS[drafts or "MTP"]
     for unit in (V4_FLASH_4XH200_TP4, V4_FLASH_4XH200):
         if requests % unit.ranks:
             continue
         changes: dict[str, Any] = {"speculative_config": speculative, "acceptance": acceptance} if drafts else {}
         unit = dataclasses.replace(unit, decode_requests=requests // unit.ranks, **changes)
-        for plan in _both(unit, model):
-            if plan.mixed is not None:
-                found.append(Best(plan.mixed, plan))
-    return max(found, key=lambda best: best.rate.tokens_per_device)
+        plans += [plan for plan in _both(unit, model) if plan.mixed]
+    return max(plans, key=lambda plan: plan.mixed.tokens_per_device)
 
 
 def _compared(requests: int) -> list[Cell]:
     milliseconds, rate = SGLANG[requests]
-    best = [fastest(requests, drafts) for drafts in ("DSpark", "MTP", None)]  # type: ignore[arg-type]
-    times = [each.rate.per_answer * 1e3 for each in best]
-    rates = [each.rate.tokens_per_device for each in best]
-    plan = best[0].plan
-    return [requests, milliseconds, *times, rate, *rates, rates[0] / rate, f"{plan.deployment.ranks}, {_experts(plan)}"]
+    plans = [fastest(requests, drafts) for drafts in ("DSpark", "MTP", None)]
+    times = [plan.mixed.per_answer * 1e3 for plan in plans]
+    rates = [plan.mixed.tokens_per_device for plan in plans]
+    layout = f"{plans[0].deployment.ranks}, {_experts(plans[0])}"
+    return [requests, milliseconds, *times, rate, *rates, rates[0] / rate, layout]
 
 
 def experts_seconds(tokens: int) -> float:
@@ -145,7 +133,7 @@ def _experts_compared(tokens: int) -> list[Cell]:
 
 
 def _decode(requests: int, drafts: Drafter | None) -> StepEstimate:
-    step = fastest(requests, drafts).plan.step("decode")
+    step = fastest(requests, drafts).step("decode")
     assert step is not None
     return step
 

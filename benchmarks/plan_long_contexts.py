@@ -9,7 +9,7 @@ DeepSeek-V4's steps are planned from shapes.
 
 from collections.abc import Iterator
 
-from benchmarks.record import Cell, Report, run
+from benchmarks.record import Cell, Report, arguments, run
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deepseek_v4 import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO
 from configs.deployments import H200
@@ -37,6 +37,7 @@ COLUMNS = [
 
 
 def main(report: Report) -> None:
+    arguments(__doc__)
     for name, model in MODELS.items():
         title = f"{name} on 8 H200, decode: as many requests as fit, each of the same length"
         report.table(title, COLUMNS, rows(model))

@@ -65,28 +65,23 @@ def _against(what: str, published: float, estimate: float) -> list[Cell]:
 
 def rates(decode: Plan, prefill: Plan) -> Iterator[list[Cell]]:
     """Yields the plans' rates beside the published ones."""
-    command, unit = "python -m launch.plan", DECODE_EP144
-    whole = dataclasses.replace(decode, partial_pages=partial_page_cost(DEEPSEEK_V3, unit, lambda what: None))
+    whole = dataclasses.replace(decode, partial_pages=partial_page_cost(DEEPSEEK_V3, DECODE_EP144, lambda what: None))
     prompts = 8 * prefill.steps[0].tokens_per_device
-    fleet, profile = _FLEET_DECODE.tokens_per_node, _PROFILE_DECODE.tokens_per_node
-    with_prompts = f"{command} decode_ep144 --prefill=prefill_ep32"
-    yield _beside("answers, the fleet's decode units (EP144)", fleet, decode.tokens_per_node, f"{command} decode_ep144")
-    yield _beside("the same, with partial last pages of prompts", fleet, whole.tokens_per_node, with_prompts)
-    yield _beside("answers, profile (EP128)", profile, decode.tokens_per_node, f"{command} decode_ep144")
-    yield _beside(
-        "prompts computed, profile (EP32)", _PROFILE_PREFILL.tokens_per_node, prompts, f"{command} prefill_ep32"
-    )
-    yield _beside("prompts computed, the fleet", _FLEET_PREFILL.tokens_per_node, prompts, f"{command} prefill_ep32")
     token = DEEPSEEK_V3.num_hidden_layers * DEEPSEEK_V3.latent_dim * 2
     day = published_day.plan_day(_FLEET_PREFILL, _FLEET_DECODE, token, published_day.GPU_HOUR)
-    nodes = day["figures"]["nodes"]
-    yield _beside(
-        "nodes for the published day", published_day.PUBLISHED["nodes"], nodes, f"{command} fleet --traffic=day6"
-    )
-
-
-def _beside(what: str, published: float, estimate: float | None, command: str) -> list[Cell]:
-    return [what, published, estimate, estimate and estimate / published, f"`{command}`"]
+    nodes = published_day.PUBLISHED["nodes"], day["figures"]["nodes"]
+    fleet, profile = _FLEET_DECODE.tokens_per_node, _PROFILE_DECODE.tokens_per_node
+    found: list[tuple[str, float, float | None, str]] = [
+        ("answers, the fleet's decode units (EP144)", fleet, decode.tokens_per_node, "decode_ep144"),
+        ("the same, with partial last pages of prompts", fleet, whole.tokens_per_node,
+         "decode_ep144 --prefill=prefill_ep32"),
+        ("answers, profile (EP128)", profile, decode.tokens_per_node, "decode_ep144"),
+        ("prompts computed, profile (EP32)", _PROFILE_PREFILL.tokens_per_node, prompts, "prefill_ep32"),
+        ("prompts computed, the fleet", _FLEET_PREFILL.tokens_per_node, prompts, "prefill_ep32"),
+        ("nodes for the published day", *nodes, "fleet --traffic=day6"),
+    ]  # fmt: skip
+    for what, published, estimate, given in found:
+        yield [what, published, estimate, estimate and estimate / published, f"`python -m launch.plan {given}`"]
 
 
 def drafts(without: Plan) -> Iterator[list[Cell]]:

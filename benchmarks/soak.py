@@ -33,9 +33,8 @@ from dsv3.http_client import Address, Client
 from tools.load import RequestRecord, complete
 
 _SAMPLE_S = 5.0
-_SPARE_DESCRIPTORS = (
-    8  # this client's own connections, and the API server's pipes to workers that have started meanwhile
-)
+_SPARE_DESCRIPTORS = 8
+"""Connections of this client, and the API server's pipes to workers that have started meanwhile."""
 _COMPILED = "dsv3:recompilations_total"
 
 

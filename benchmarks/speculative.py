@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks.engines import answer
+from benchmarks.engines import answer, bundled_engine
 from benchmarks.record import Cell, Report, arguments, run, spread
 from dsv3 import SamplingParams
 from dsv3.config.hugging_face import load_config
 from dsv3.config.options import EngineOptions
 from dsv3.config.speculative import acceptance_by_place
-from dsv3.engine.build import build_engine, bundled_model, served
+from dsv3.engine.build import bundled_model, served
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.dtypes import resolve_dtypes
 from dsv3.engine.engine import Engine
@@ -65,11 +65,10 @@ def main(report: Report) -> None:
         raise SystemExit("--method dspark: the bundled model has no stages of DSpark; give --synthetic and --model")
     count = range((given.drafts or (5 if method == "dspark" else 3)) + 1)
     if synthetic is None:
-        engines = [_engine(_config(method, n)) for n in count]
+        options = {"dtype": "float32", "enable_prefix_caching": False, **LIMITS}
+        engines = [bundled_engine(speculative_config=_config(method, n), **options) for n in count]
     else:
         engines = [_random_engine(given.model, method, n, synthetic) for n in count]
-    for engine in engines:
-        engine.warm_up()
     prompts = _prompts() if synthetic is None else _random_prompts(engines[0].model_cfg.vocab_size)
     columns = ["text", "requests", "drafts", "accepted by place", "tokens per row", "speed", "host per step",
                "same texts"]  # fmt: skip
@@ -94,13 +93,8 @@ def _config(method: str, drafts: int) -> dict[str, Any] | None:
     return {"method": method, "num_speculative_tokens": drafts} if drafts else None
 
 
-def _engine(config: dict[str, Any] | None) -> Engine:
-    options = EngineOptions(dtype="float32", speculative_config=config, enable_prefix_caching=False, **LIMITS)
-    return build_engine(bundled_model(), options, progress=False)
-
-
 def _random_engine(directory: Path | None, method: str, drafts: int, given: list[float]) -> Engine:
-    """Returns an engine with random weights that accepts by coins."""
+    """Returns a warm engine with random weights that accepts by coins."""
     directory = directory or bundled_model()
     options = EngineOptions(speculative_config=_config(method, drafts), enable_prefix_caching=False, **LIMITS)
     try:
@@ -118,7 +112,9 @@ def _random_engine(directory: Path | None, method: str, drafts: int, given: list
         cfg = dataclasses.replace(cfg, speculative_config=_config(method, drafts) | synthetic)
     modules, blocks = bool(model.num_nextn_predict_layers), model.dspark is not None
     functions = model_functions(dtype=dtypes.compute, drafts=modules, blocks=blocks)
-    return Engine(EngineComponents.on_devices(functions, params, model, cfg))
+    engine = Engine(EngineComponents.on_devices(functions, params, model, cfg))
+    engine.warm_up()
+    return engine
 
 
 def _prompts() -> list[list[int]]:

@@ -7,7 +7,6 @@ A table is printed once its rows are measured. The parent never touches a device
 """
 
 import faulthandler
-import functools
 import itertools
 import json
 import math
@@ -15,10 +14,8 @@ import operator
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from benchmarks.record import Report, parser_of
 from dsv3.processes.child import ChildResult, run_limited
@@ -28,6 +25,7 @@ from pallas_kernels.checks import Case, Row
 from pallas_kernels.checks.case import ContextLostError
 from tools.doctor.rates import Roofs, measure_case, measure_roofs
 from tools.doctor.rows import CaseResult, read_rows
+from tools.sass.kernels import program_of
 
 AT_ONCE = 8
 """Rows of a child."""
@@ -36,8 +34,6 @@ _LOST = 3  # a child's exit status after a row, which it has printed, that has c
 _OVERDUE = "Timeout ("  # how faulthandler begins
 type Key = tuple[str, str]
 """Table and name of a row."""
-type Program = tuple[str, Callable[..., Any], tuple[Any, ...]]
-"""A name, a function, and the shapes of its arguments."""
 ROOFS: Key = ("roofs", "roofs")
 
 
@@ -148,12 +144,6 @@ def roofs_here() -> Row:
     prepare(resolve_backend(device))
     says = f"{device.device_kind}; jax {jax.__version__}; {' '.join(device.client.platform_version.split())}"
     return Row("", True, says, measure_roofs())
-
-
-def program_of(case: Case, backend: Backend = Backend.MOSAIC) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns the call of a case by the kernels of a backend, and the shapes of its arguments."""
-    operands = jax.eval_shape(case.operands, jax.random.key(0))
-    return functools.partial(case.call, backend=backend), (operands, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def gate_resources(cases: Mapping[Key, Case]) -> int:

@@ -11,19 +11,22 @@ program. It says nothing of speed: no GPU has run these kernels.
 import functools
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gpu.children import Program, program_of
 from benchmarks.record import Report, arguments, run
 from pallas_kernels import checks, gpus
 from pallas_kernels.backend import Backend
 from pallas_kernels.mla import mla_prefill, mla_prefill_topk
 from pallas_kernels.triton.resources import TracedKernel, TritonResources, compile_kernel, traced_kernels
+from tools.sass.kernels import program_of
 
+type Program = tuple[str, Callable[..., Any], tuple[Any, ...]]
+"""A name, a function, and the shapes of its arguments."""
 _TITLE = "Kernels of each operation: most registers, most KiB of shared memory"
 
 

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from jax.experimental import serialize_executable
 
 from benchmarks.gpu import mla, triton_kernels
-from benchmarks.gpu.children import program_of
 from benchmarks.record import parser_of
 from configs.bundled import MODEL
 from configs.deepseek_v2 import DEEPSEEK_V2_LITE
@@ -39,6 +38,7 @@ from pallas_kernels.checks import Row
 from pallas_kernels.mla import mla_decode, write_pages
 from tools.plan.deployment import Deployment
 from tools.plan.programs import abstract_params
+from tools.sass.kernels import program_of
 
 MODELS = {
     "bundled": MODEL,

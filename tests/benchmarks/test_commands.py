@@ -149,7 +149,6 @@ ELSEWHERE = {
     "plan_published": "tests/benchmarks/test_plan_published.py",
     "plan_transports": "tests/benchmarks/test_plan_transports.py",
     "pages": "tests/benchmarks/test_pages.py",
-    "request_trace": "starts three servers; tests/router/test_router.py checks such a trace",
     "soak": "tests/dsv3/server/test_soak_benchmark.py",
     "to_gguf": "needs gguf",
     "toolchains": "tests/benchmarks/test_toolchains.py",
@@ -189,7 +188,10 @@ def test_a_program_that_a_step_compiles_ends_a_benchmark() -> None:
 
 
 def test_every_command_is_run() -> None:
-    """GPU benchmarks have tests of their own, beside the kernels."""
+    """GPU benchmarks have tests of their own, beside the kernels. Each has `--help`, or that would start it."""
     files = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks").glob("*/__main__.py")]
-    commands = {f.stem if f.stem != "__main__" else f.parent.name for f in files if "__name__ ==" in f.read_text()}
-    assert commands == {name for name, _, _ in COMMANDS} | set(ELSEWHERE)
+    sources = {f.stem if f.stem != "__main__" else f.parent.name: f.read_text() for f in files}
+    commands = {name: source for name, source in sources.items() if "__name__ ==" in source}
+    assert set(commands) == {name for name, _, _ in COMMANDS} | set(ELSEWHERE)
+    readers = ("arguments(", "parser_of(__doc__", "ArgumentParser(description=__doc__")
+    assert not [name for name, source in commands.items() if not any(reader in source for reader in readers)]

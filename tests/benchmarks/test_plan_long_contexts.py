@@ -1,6 +1,7 @@
 """The recorded plans of long contexts have today's memory, and reach their goal; the command runs at toy size."""
 
 import dataclasses
+import sys
 
 import pytest
 
@@ -50,6 +51,7 @@ def test_the_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"CONTEXTS": {"64M": 2**26}, "CACHES": ("fp8",), "LAYOUTS": {"pages divided": (8, 8)}}
     for name, value in small.items():
         monkeypatch.setattr(plan_long_contexts, name, value)
+    monkeypatch.setattr(sys, "argv", ["plan_long_contexts"])
     report = Report()
     plan_long_contexts.main(report)
     [table] = report.tables

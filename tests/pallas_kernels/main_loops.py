@@ -4,21 +4,21 @@ import dataclasses
 
 import pytest
 
-from benchmarks.gpu import machine_code
-from benchmarks.gpu.sass import disassembly, kernels
+from tools.sass import disassembly, kernels
+from tools.sass.reading import interpret
 
 
 def assert_no_longer(kernel, compiled, *, instructions, cycles):
     """Fails if an iteration takes more instructions or, in the model, more cycles than recorded.
 
     Args:
-      kernel: of `benchmarks.gpu.sass.kernels`.
+      kernel: of `tools.sass.kernels`.
       compiled: resources of the program's kernels.
       instructions: of a warp of each kind of computing warpgroup, summed.
       cycles: modelled, round robin and first come first served, at 40 bytes per cycle from the L2 cache.
     """
     try:
-        reading = machine_code.interpret(dataclasses.replace(kernel, links=(kernels.SHARED,)), compiled)
+        reading = interpret(dataclasses.replace(kernel, links=(kernels.SHARED,)), compiled)
     except disassembly.ToolMissingError as error:
         pytest.skip(f"machine code is not looked at: {error}")
     found = sum(map(len, reading.paths))

@@ -12,7 +12,6 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.gpu.sass import kernels as main_loop_kernels
 from pallas_kernels import aot, bodies
 from pallas_kernels.align import align_groups
 from pallas_kernels.backend import Backend
@@ -21,6 +20,7 @@ from pallas_kernels.fp8 import fp8_gemm, quantize_1x128, swiglu_quantize
 from pallas_kernels.gemm import dispatch
 from pallas_kernels.grouped import fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
 from tests.pallas_kernels.main_loops import assert_no_longer
+from tools.sass import kernels as main_loop_kernels
 
 pytestmark = pytest.mark.aot
 MOSAIC = Backend.MOSAIC

@@ -9,7 +9,6 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.gpu.sass import kernels as main_loop_kernels
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
 from pallas_kernels.mla import (
@@ -23,6 +22,7 @@ from pallas_kernels.mla import (
 )
 from pallas_kernels.multiprocessors import Multiprocessors, taking
 from tests.pallas_kernels.main_loops import assert_no_longer
+from tools.sass import kernels as main_loop_kernels
 
 pytestmark = pytest.mark.aot
 

@@ -1,9 +1,9 @@
-"""One request through a router, a prefill and a decode instance of the bundled model, as a picture of its trace.
+"""Draws the trace of a request through a router, a prefill and a decode instance of the bundled model.
 
-  python -m benchmarks.request_trace [--file FILE.svg]
+  python -m docs.pictures.request_trace     writes docs/request_trace.svg
 
 All three processes send their spans to a collector in this one, as they would to Jaeger. The picture has a row per
-span, over the time since the router got the request, written to `--file`; the table has the same spans.
+span, over the time since the router got the request.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape
 import httpx
 
 from benchmarks.instances import flags, free_port, is_healthy, key_file, running, serving
-from benchmarks.record import Report, arguments, run
+from benchmarks.record import ROOT
 from tests.dsv3.server.collector import Collector, ReceivedSpan, in_order
 
 PROMPT = "def quicksort(items):\n    " * 16
@@ -76,9 +76,8 @@ def fleet(endpoint: str) -> Iterator[str]:
         yield url
 
 
-def main(report: Report) -> int:
+def main() -> None:
     """Draws the second of two requests; the first one opens the connections."""
-    args = arguments(__doc__, file=str)
     collector = Collector()
     with fleet(collector.url) as url:
         for i in range(2):
@@ -86,14 +85,9 @@ def main(report: Report) -> int:
             body = {"prompt": f"# {i}\n{PROMPT}", "max_tokens": 48, "stream": True, "temperature": 0}
             httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status()
             spans = collector.trace(["relay", "llm_request", "llm_request"])
-    if args.file:
-        Path(args.file).write_text(draw(spans))
-    rows = [[f"{'· ' * depth}{_label(span)}", span.process, 1e3 * (span.start - spans[0].start),
-             1e3 * (span.stop - span.start)] for depth, span in in_order(spans)]  # fmt: skip
-    report.table("One request", ["span", "process", "begins (ms)", "takes (ms)"], rows)
+    (ROOT / "docs" / "request_trace.svg").write_text(draw(spans))
     collector.close()
-    return 0
 
 
 if __name__ == "__main__":
-    run(main)
+    main()

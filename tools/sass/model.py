@@ -15,9 +15,9 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.gpu.sass.counts import assumed, global_bytes, is_global, latency, product_cycles
-from benchmarks.gpu.sass.disassembly import Instruction
-from benchmarks.gpu.sass.loops import is_arrival, is_product, is_wait
+from tools.sass.counts import assumed, global_bytes, is_global, latency, product_cycles
+from tools.sass.disassembly import SassInstruction
+from tools.sass.loops import is_arrival, is_product, is_wait
 
 _FENCES = ("BAR", "MEMBAR", "FENCE", "ERRBAR", "CCTL")
 _PASSES = 7
@@ -80,7 +80,7 @@ class Protocol:
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class TmaLink:
     """How fast TMA copies arrive: latency in cycles, bytes per cycle; which warp the tensor core takes next."""
 
     latency: float
@@ -97,7 +97,7 @@ class Modelled:
     waiting: tuple[collections.Counter[str], ...]
 
 
-def simulate(paths: Sequence[Sequence[Instruction]], protocol: Protocol, link: Link) -> Modelled:
+def simulate(paths: Sequence[Sequence[SassInstruction]], protocol: Protocol, link: TmaLink) -> Modelled:
     """Runs the main loops of the computing warpgroups side by side.
 
     Args:
@@ -135,7 +135,7 @@ class _Warp:
 class _Multiprocessor:
     """One sub-partition, the tensor core and the producer. Warps and producer are generators, resumed in each cycle."""
 
-    def __init__(self, paths: Sequence[Sequence[Instruction]], protocol: Protocol, link: Link) -> None:
+    def __init__(self, paths: Sequence[Sequence[SassInstruction]], protocol: Protocol, link: TmaLink) -> None:
         self.protocol, self.link = protocol, link
         self.now = 0
         self.tensor_free, self.tensor_busy, self.last = 0.0, 0.0, 0
@@ -214,7 +214,7 @@ class _Multiprocessor:
                 self.warps[number].waiting[cause] += 1
 
     def _run(
-        self, warp: _Warp, path: Sequence[Instruction], role: Role, barriers: Mapping[int, str]
+        self, warp: _Warp, path: Sequence[SassInstruction], role: Role, barriers: Mapping[int, str]
     ) -> Iterator[str | None]:
         """Yields what the warp's next instruction waits for, or None when it has been issued."""
         waited: collections.Counter[str] = collections.Counter()
@@ -258,7 +258,7 @@ class _Multiprocessor:
                 warp.passes += place == len(path) - 1
                 yield None
 
-    def _set(self, scoreboards: list[float], instruction: Instruction, role: Role) -> None:
+    def _set(self, scoreboards: list[float], instruction: SassInstruction, role: Role) -> None:
         written = latency(instruction)
         if role.fetches and is_global(instruction):
             written = self._over_link(global_bytes(instruction), written) - self.now
@@ -277,11 +277,11 @@ class _Multiprocessor:
             self.phases[name].append(self.now)
 
     def _ended(self, name: str, phase: int) -> bool:
-        """Whether a phase of an mbarrier, by its number, has ended."""
+        """Returns whether a phase of an mbarrier, by its number, has ended."""
         return phase < len(self.phases[name]) and self.phases[name][phase] <= self.now
 
 
-def _barriers(path: Sequence[Instruction], role: Role) -> dict[int, str]:
+def _barriers(path: Sequence[SassInstruction], role: Role) -> dict[int, str]:
     """Returns the mbarriers at which a path waits or arrives, by the instruction's place."""
     names: dict[int, str] = {}
     for kind, wanted, what in ((is_wait, role.waits, "waits"), (is_arrival, role.arrives, "arrivals")):

@@ -28,7 +28,7 @@ class ToolMissingError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Instruction:
+class SassInstruction:
     """One machine instruction of sm_90.
 
     Attributes:
@@ -51,14 +51,14 @@ class Instruction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Function:
+class SassFunction:
     """A kernel's instructions, and where its labels stand among them."""
 
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[SassInstruction, ...]
     labels: dict[str, int]
 
 
-def assemble(ptx: str) -> Function:
+def assemble(ptx: str) -> SassFunction:
     """Assembles a module's PTX for sm_90a and reads its one kernel back; raises ToolMissingError, or as `parse`."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         _run(tool("ptxas"), "-O3", "-arch=sm_90a", "/dev/stdin", "-o", cubin.name, given=ptx)
@@ -76,25 +76,25 @@ def tool(name: str) -> str:
     return path
 
 
-def parse(listing: str) -> Function:
+def parse(listing: str) -> SassFunction:
     """Reads what `nvdisasm -hex -c` prints; raises ValueError where that is not one kernel."""
     if (sections := len(_SECTION.findall(listing))) != 1:
         raise ValueError(f"expected one kernel, found {sections}")
-    code: list[Instruction] = []
+    code: list[SassInstruction] = []
     labels: dict[str, int] = {}
     for found in _LINE.finditer(listing):
         if found["label"]:
             labels[found["label"]] = len(code)
         else:
             code.append(_decoded(found["predicate"], found["op"], found["args"].strip(), int(found["upper"], 16)))
-    return Function(tuple(code), labels)
+    return SassFunction(tuple(code), labels)
 
 
-def _decoded(predicate: str | None, op: str, args: str, upper: int) -> Instruction:
+def _decoded(predicate: str | None, op: str, args: str, upper: int) -> SassInstruction:
     control, target = upper >> _CONTROL_BIT, _TARGET.search(args)
     write, read = (control >> 5) & 7, (control >> 8) & 7
     sets = None if write == 7 else write, None if read == 7 else read
-    return Instruction(op, args, predicate, target[1] if target else None, control & 15, sets, (control >> 11) & 63)
+    return SassInstruction(op, args, predicate, target[1] if target else None, control & 15, sets, (control >> 11) & 63)
 
 
 def _run(*command: str, given: str = "") -> str:

@@ -1,11 +1,10 @@
 """What a loop asks of each resource of a multiprocessor, and what is assumed of these."""
 
-import collections
 import re
 from collections.abc import Mapping, Sequence
 
-from benchmarks.gpu.sass.disassembly import Instruction
-from benchmarks.gpu.sass.loops import is_product, is_wait
+from tools.sass.disassembly import SassInstruction
+from tools.sass.loops import is_product, is_wait
 
 _GUIDE = "CUDA programming guide, throughput of cc 9.0"
 ASSUMPTIONS: Mapping[str, tuple[float, str, str]] = {
@@ -53,25 +52,24 @@ def assumed(name: str) -> float:
     return ASSUMPTIONS[name][0]
 
 
-def resources(path: Sequence[Instruction]) -> collections.Counter[str]:
+def resources(path: Sequence[SassInstruction]) -> dict[str, float]:
     """Returns the cycles that one pass of a warpgroup along a path takes of each resource at least."""
     products = list(filter(is_product, path))
     port = sum(map(_operand_bytes, products)) + WARPS * sum(map(_shared_bytes, path))
-    cycles = {
+    return {
         "tensor core": sum(map(tensor_cycles, products)),
         "shared memory": port / assumed("shared memory"),
         "issue": len(path),
         "exp2": assumed("exp2 per warp") * sum(instruction.op.startswith("MUFU") for instruction in path),
     }
-    return collections.Counter(cycles)
 
 
-def is_global(instruction: Instruction) -> bool:
-    """Whether this reads or writes global memory from registers."""
+def is_global(instruction: SassInstruction) -> bool:
+    """Returns whether this reads or writes global memory from registers."""
     return _GLOBAL.match(instruction.op) is not None
 
 
-def columns(product: Instruction) -> int:
+def columns(product: SassInstruction) -> int:
     """Returns N of a wgmma."""
     shape = _SHAPE.search(product.op)
     if shape is None:
@@ -79,7 +77,7 @@ def columns(product: Instruction) -> int:
     return int(shape[1])
 
 
-def tensor_cycles(product: Instruction) -> float:
+def tensor_cycles(product: SassInstruction) -> float:
     """Returns the cycles that a product of four warps keeps the tensor cores.
 
     64 x N values of K 16 (8 bits: 32) take N / 2 in a wgmma. For the products of single warps, which do not reach that
@@ -88,18 +86,18 @@ def tensor_cycles(product: Instruction) -> float:
     return 4.0 if product.op.startswith(_OF_A_WARP) else columns(product) / 2
 
 
-def left_in_registers(product: Instruction) -> bool:
-    """Whether the left operand comes from registers; else it is a descriptor of shared memory."""
+def left_in_registers(product: SassInstruction) -> bool:
+    """Returns whether the left operand comes from registers; else it is a descriptor of shared memory."""
     return re.match(r"R\d+, R\d+", product.args) is not None
 
 
-def _operand_bytes(product: Instruction) -> int:
+def _operand_bytes(product: SassInstruction) -> int:
     if product.op.startswith(_OF_A_WARP):
         return 0
     return (columns(product) + (0 if left_in_registers(product) else _ROWS)) * _STEP_BYTES
 
 
-def global_bytes(instruction: Instruction) -> int:
+def global_bytes(instruction: SassInstruction) -> int:
     """Returns the bytes that a load of four warps from global memory brings.
 
     Lanes that load 4 bytes read page numbers and scales, many the same: that is taken to be one sector.
@@ -107,7 +105,7 @@ def global_bytes(instruction: Instruction) -> int:
     return WARPS * 32 * next((size // 8 for size in (128, 64) if f".{size}" in instruction.op), 1)
 
 
-def _shared_bytes(instruction: Instruction) -> int:
+def _shared_bytes(instruction: SassInstruction) -> int:
     """Counts the bytes that a warp's load, store or copy moves; a matrix store of x4 moves 512."""
     op = instruction.op
     if op.startswith(("STSM", "LDSM")):
@@ -119,13 +117,13 @@ def _shared_bytes(instruction: Instruction) -> int:
     return 0
 
 
-def product_cycles(product: Instruction) -> float:
+def product_cycles(product: SassInstruction) -> float:
     """Returns the tensor core's cycles, or those of reading operands from shared memory where that takes longer."""
     n = columns(product)
     return tensor_cycles(product) if left_in_registers(product) else max(n / 2, 16 + n / 4)
 
 
-def latency(instruction: Instruction) -> float:
+def latency(instruction: SassInstruction) -> float:
     """Returns the cycles until an instruction's scoreboard is released, where nothing else is in the way."""
     name = "mbarrier" if is_wait(instruction) else "LDG" if is_global(instruction) else instruction.op
     return next((value for known, (value, _, _) in ASSUMPTIONS.items() if name.startswith(known)), assumed("other"))

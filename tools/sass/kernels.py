@@ -1,18 +1,18 @@
-"""The kernels whose main loops `machine_code.py` reads: programs at production shapes, and what they wait for.
+"""The kernels whose main loops are read: programs at production shapes, and what they wait for.
 
 A protocol names the mbarriers on the usual path of a loop in program order. A change of a kernel that adds or removes
 one must be made here too; the model refuses a loop that does not fit.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gpu.sass.counts import assumed
-from benchmarks.gpu.sass.model import Link, Load, Protocol, Role
 from pallas_kernels.backend import Backend
 from pallas_kernels.checks import Case, products
 from pallas_kernels.checks import experts as expert_cases
@@ -25,12 +25,14 @@ from pallas_kernels.gemm.schedule import Dense
 from pallas_kernels.grouped import choose_tile_m
 from pallas_kernels.mla.layout import PAGE_SIZE
 from tools.doctor.fast import scheduled
+from tools.sass.counts import assumed
+from tools.sass.model import Load, Protocol, Role, TmaLink
 
 E4M3 = jnp.float8_e4m3fn
 LINKS = {
-    "700, no limit": Link(assumed("TMA latency"), math.inf),
-    "700, 40": Link(assumed("TMA latency"), assumed("L2 to multiprocessor")),
-    "900, 19.9": Link(assumed("latency of memory"), assumed("memory of an H200")),
+    "700, no limit": TmaLink(assumed("TMA latency"), math.inf),
+    "700, 40": TmaLink(assumed("TMA latency"), assumed("L2 to multiprocessor")),
+    "900, 19.9": TmaLink(assumed("latency of memory"), assumed("memory of an H200")),
 }
 """By their names in the tables."""
 FAST, SHARED, MEMORY = LINKS
@@ -42,7 +44,7 @@ _FP8_ROW = 656
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class SassKernel:
     """One kernel at one shape.
 
     Attributes:
@@ -66,7 +68,13 @@ class Kernel:
     links: tuple[str, ...] = (FAST, SHARED)
 
 
-def kernels() -> Iterator[Kernel]:
+def program_of(case: Case, backend: Backend = Backend.MOSAIC) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns the call of a case by the kernels of a backend, and the shapes of its arguments."""
+    operands = jax.eval_shape(case.operands, jax.random.key(0))
+    return functools.partial(case.call, backend=backend), (operands, jax.ShapeDtypeStruct((), jnp.int32))
+
+
+def kernels() -> Iterator[SassKernel]:
     """Lists attention first, then products."""
     for heads, fp8 in ((128, False), (16, False), (128, True), (16, True)):
         yield decode(heads, fp8=fp8)
@@ -85,11 +93,11 @@ def kernels() -> Iterator[Kernel]:
     yield experts(32, 20, 4096, 7168, "DeepGEMM masked 64x128")
 
 
-def decode(heads: int, *, fp8: bool = False) -> Kernel:
-    """Decode attention of 128 requests with 8,192 tokens."""
+def decode(heads: int, *, fp8: bool = False) -> SassKernel:
+    """Returns decode attention of 128 requests with 8,192 tokens."""
     few = heads < 128
     row = _FP8_ROW if fp8 else _PAGE_ROW
-    return Kernel(
+    return SassKernel(
         name=f"decode, {heads} heads{', FP8 pages' if fp8 else ''}",
         symbol="mla_decode",
         case=scheduled(Decode(heads, 1, 8192, fp8=fp8), Backend.MOSAIC),
@@ -125,7 +133,7 @@ def _pages(blocks: int) -> Protocol:
 
 
 def _fp8_pages() -> Protocol:
-    """The third warpgroup reads pages into registers and writes their values; rotated keys it has copied."""
+    """Returns the protocol where a third warpgroup dequantizes pages in registers, and has rotated keys copied."""
     pages = _pages(blocks=1)
     asked = tuple(
         dataclasses.replace(load, free=f"{_ROPE_ASKED} of {load.full[-1]}", asked=True)
@@ -139,14 +147,14 @@ def _fp8_pages() -> Protocol:
     return dataclasses.replace(pages, roles=(*pages.roles, feeding), loads=asked)
 
 
-def prefill() -> Kernel:
-    """Expanded attention of 8,192 tokens with 128 heads."""
+def prefill() -> SassKernel:
+    """Returns expanded attention of 8,192 tokens with 128 heads."""
     keys = 128
     waits, arrives = ("key_full", "turn", "value_full", "turn"), ("turn", "key_free", "turn", "value_free")
     first, second = Role(waits, arrives), Role(waits, arrives, before=("turn",))
     sizes = {"key": keys * 2 * 192, "value": keys * 2 * 128}
     loads = tuple(Load(f"{part}_full", f"{part}_free", size, size) for part, size in sizes.items())
-    return Kernel(
+    return SassKernel(
         name="prefill, 192 and 128",
         symbol="mla_prefill",
         case=Prefill.even(8192, 1).case(),
@@ -156,26 +164,28 @@ def prefill() -> Kernel:
     )
 
 
-def prefill_spans() -> Kernel:
+def prefill_spans() -> SassKernel:
     """Returns the same attention of 2,048 new tokens to 32,768 cached ones and themselves, of 16 heads at a time."""
     case = Prefill.even(2048, 1, 32768, heads=16).spans_case()
     return dataclasses.replace(prefill(), name="prefill to spans of keys, 192 and 128", case=case)
 
 
-def prefill_topk() -> Kernel:
+def prefill_topk() -> SassKernel:
     """Returns the same attention of 4,096 tokens to 2,048 of 12,288, which bits name."""
     case = Prefill.even(4096, 1, 8192).topk_case(2048)
     name, symbol = "prefill to top-k keys, 192 and 128", "mla_prefill_topk"
     return dataclasses.replace(prefill(), name=name, symbol=symbol, case=case, other=None)
 
 
-def dense(m: int, n: int, k: int, other: str | None = None) -> Kernel:
-    """One product of FP8 values."""
+def dense(m: int, n: int, k: int, other: str | None = None) -> SassKernel:
+    """Returns one product of FP8 values."""
     return _product(f"dense {m}", "dense", products.dense_case(m, n, k), plan_dense(m, n, k, 1), (n, k), other)
 
 
-def contiguous(groups: int, rows: int, n: int, k: int, other: str | None = None, *, one_group: bool = True) -> Kernel:
-    """Experts in prefill: the tiles of a cluster whose two row tiles have one group, or two."""
+def contiguous(
+    groups: int, rows: int, n: int, k: int, other: str | None = None, *, one_group: bool = True
+) -> SassKernel:
+    """Returns experts in prefill: the tiles of a cluster whose two row tiles have one group, or two."""
     case = expert_cases.contiguous_case(groups, rows, n, k, E4M3)
     aligned_rows = jax.eval_shape(case.operands, jax.random.key(0))["x"][0].shape[0]
     plan = dataclasses.replace(plan_contiguous(aligned_rows, WIDE_TILE_M, n, k, 1), shares_weights=one_group)
@@ -184,21 +194,23 @@ def contiguous(groups: int, rows: int, n: int, k: int, other: str | None = None,
     return kernel if one_group else dataclasses.replace(kernel, name=f"{kernel.name}, two groups")
 
 
-def experts(groups: int, rows: int, n: int, k: int, other: str | None = None) -> Kernel:
-    """Experts in decode."""
+def experts(groups: int, rows: int, n: int, k: int, other: str | None = None) -> SassKernel:
+    """Returns experts in decode."""
     case = expert_cases.decode_case(expert_cases.about(rows, groups), rows, n, k, E4M3, Backend.MOSAIC)
     tile_m = choose_tile_m(groups * rows, groups, backend=Backend.MOSAIC)
     plan = plan_contiguous(groups * rows, tile_m, n, k, 1)
     return _product(f"contiguous {groups} of {rows}", "contiguous", case, plan, (n, k), other)
 
 
-def _product(name: str, schedule: str, case: Case, plan: TilePlan, shape: tuple[int, int], other: str | None) -> Kernel:
+def _product(
+    name: str, schedule: str, case: Case, plan: TilePlan, shape: tuple[int, int], other: str | None
+) -> SassKernel:
     tile = f"{plan.tile_m}x{plan.tile_n}"
     splits = f", K in {plan.splits}" if plan.splits > 1 else ""
     shared = "weights" if plan.shares_weights else "activations"
     cluster = f", {shared} by multicast" if plan.cluster > 1 else ""
     kind = "tall" if plan.is_tall else "wide" if plan.wide else "split" if plan.splits > 1 else "narrow"
-    return Kernel(
+    return SassKernel(
         name=f"{name} x {shape[0]} x {shape[1]}: {kind} {tile}{splits}{cluster}",
         symbol=f"fp8_{schedule}_{kind}_{tile}",
         case=case,

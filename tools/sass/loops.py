@@ -10,35 +10,37 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from benchmarks.gpu.sass.disassembly import Function, Instruction
+from tools.sass.disassembly import SassFunction, SassInstruction
 
 _ENDS = ("BRA", "EXIT", "RET", "BRX", "JMP", "KILL")
 _CONDITION_IN_ARGS = re.compile(r"!?U?P\d")
-type Code = tuple[Instruction, ...]
+type Code = tuple[SassInstruction, ...]
 type Edges = Mapping[int, Iterable[int]]
+type Way = tuple[float, float, float, tuple[int, ...]]
+"""What a way through blocks costs, by the two figures of a cost and by its length; and the blocks."""
 
 
-def is_copy(instruction: Instruction) -> bool:
-    """Whether this is a TMA copy to shared memory."""
+def is_copy(instruction: SassInstruction) -> bool:
+    """Returns whether this is a TMA copy to shared memory."""
     return instruction.op.startswith("UTMALDG")
 
 
-def is_product(instruction: Instruction) -> bool:
-    """Whether this is a matrix product of a warpgroup (Mosaic) or a warp (Triton)."""
+def is_product(instruction: SassInstruction) -> bool:
+    """Returns whether this is a matrix product of a warpgroup (Mosaic) or a warp (Triton)."""
     return "GMMA" in instruction.op or instruction.op.startswith("HMMA")
 
 
-def is_arrival(instruction: Instruction) -> bool:
-    """Whether this is an arrival at an mbarrier."""
+def is_arrival(instruction: SassInstruction) -> bool:
+    """Returns whether this is an arrival at an mbarrier."""
     return instruction.op.startswith("SYNCS.ARRIVE")
 
 
-def is_wait(instruction: Instruction) -> bool:
-    """Whether this asks an mbarrier for the end of a phase."""
+def is_wait(instruction: SassInstruction) -> bool:
+    """Returns whether this asks an mbarrier for the end of a phase."""
     return instruction.op.startswith("SYNCS") and "TRYWAIT" in instruction.op
 
 
-def main_loops(function: Function) -> list[Code]:
+def main_loops(function: SassFunction) -> list[Code]:
     """Returns the usual path through each main loop, in the order of the code."""
     graph = _Graph(function)
     with_products = {head: body for head, body in graph.loops.items() if graph.count(body, is_product)}
@@ -50,7 +52,7 @@ def main_loops(function: Function) -> list[Code]:
     return [graph.usual_path(head, cost) for head in inner]
 
 
-def feeding_loop(function: Function) -> Code:
+def feeding_loop(function: SassFunction) -> Code:
     """Returns the usual path of the loop that writes shared memory for the products of others.
 
     It is the loop without products that arrives most often at barriers. Its usual path fetches least, since queries
@@ -71,7 +73,7 @@ def feeding_loop(function: Function) -> Code:
 class _Graph:
     """Basic blocks by number in the order of the code, their successors, and the blocks of each loop by its head."""
 
-    def __init__(self, function: Function) -> None:
+    def __init__(self, function: SassFunction) -> None:
         code, count = function.instructions, len(function.instructions)
         ends = {i + 1 for i, instruction in enumerate(code) if instruction.op.split(".")[0] in _ENDS}
         starts = sorted(start for start in {0, *function.labels.values(), *ends} if start < count)
@@ -103,7 +105,7 @@ class _Graph:
                 loops.setdefault(head, {head}).update(_reached(predecessors, tail, without=head))
         return loops
 
-    def count(self, body: set[int], kind: Callable[[Instruction], bool]) -> int:
+    def count(self, body: set[int], kind: Callable[[SassInstruction], bool]) -> int:
         """Counts the instructions of a kind in blocks."""
         return sum(kind(instruction) for block in body for instruction in self.blocks[block])
 
@@ -111,8 +113,8 @@ class _Graph:
         """Returns the instructions of the cheapest way from a loop's head back to it; the length counts last."""
 
         @functools.cache
-        def best(block: int) -> tuple[float, float, float, tuple[int, ...]]:
-            ways = [(0.0, 0.0, 0.0, ())] if head in self.successors[block] else []
+        def best(block: int) -> Way:
+            ways: list[Way] = [(0.0, 0.0, 0.0, ())] if head in self.successors[block] else []
             ways += [
                 best(s) for s in self.successors[block] if s in self.loops[head] and (block, s) not in self._back_edges
             ]

@@ -6,16 +6,16 @@ model knows the latency of neither. Bounds are of 64 rows of a query's list and 
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.gpu.children import program_of
-from benchmarks.gpu.sass import counts, disassembly, loops
-from benchmarks.gpu.sass.counts import assumed
-from benchmarks.gpu.sass.disassembly import Instruction
-from benchmarks.gpu.sass.model import ModelError
 from pallas_kernels import gpus
 from pallas_kernels.backend import Backend
 from pallas_kernels.checks import Case
 from pallas_kernels.checks.compressed import ENTRIES, attend_case
 from pallas_kernels.triton.resources import compile_kernel, traced_kernels
+from tools.sass import counts, disassembly, loops
+from tools.sass.counts import assumed
+from tools.sass.disassembly import SassInstruction
+from tools.sass.kernels import program_of
+from tools.sass.model import ModelError
 
 HEAD = ("kernel", "products", "KiB from the L2 cache", "tensor core", "shared memory", "issue", "exp2", "L2")
 TITLE = "Bounds of 64 rows and 64 heads of attention to listed rows, in cycles"
@@ -56,7 +56,7 @@ def rows(cases: Mapping[str, Case], others: dict) -> Iterator[tuple]:
     yield (f"*FlashMLA, dense, 64 tokens, {_SIDE} rows*", None, fetched, *halves)
 
 
-def bounds(path: Sequence[Instruction], warps: int, heads: int, listed: int, row_bytes: int) -> tuple[float, ...]:
+def bounds(path: Sequence[SassInstruction], warps: int, heads: int, listed: int, row_bytes: int) -> tuple[float, ...]:
     """Returns the cells of a loop of which a pass is `listed` rows for `heads` heads, as `HEAD` names them."""
     passes = _SIDE / heads * _SIDE / listed
     fetched = listed * row_bytes * passes

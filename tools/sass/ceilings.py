@@ -10,10 +10,10 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from benchmarks.gpu.sass.counts import assumed
 from pallas_kernels.gemm.plan import WIDE_TILE_M, TilePlan, plan_contiguous, plan_dense
 from pallas_kernels.grouped import aligned_rows
 from pallas_kernels.mosaic import NUM_SMS
+from tools.sass.counts import assumed
 
 HEAD = ("product", "our tile", "DeepGEMM's", "ours", "DeepGEMM's", "ratio", "ratio, shared memory not counted")
 _DRAWS = 50

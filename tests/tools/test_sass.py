@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 
 from benchmarks.gpu import machine_code
-from benchmarks.gpu.sass import ceilings, counts, disassembly, kernels, listed, loops, model
-from benchmarks.gpu.sass.model import Link, Load, Protocol, Role
 from benchmarks.record import Report
 from pallas_kernels.gemm.plan import TilePlan
+from tools.sass import ceilings, counts, disassembly, kernels, listed, loops, model
+from tools.sass.model import Load, Protocol, Role, TmaLink
+from tools.sass.reading import OTHERS, KernelReading
 
 NO_SCOREBOARD = 7
 
@@ -109,23 +110,23 @@ RING = Protocol((Role(("full",), ("empty",)),) * 2, (Load("full", "empty", 1000,
 
 
 def test_two_warpgroups_hide_each_others_latencies_behind_the_tensor_core():
-    run = model.simulate([STEP], RING, Link(latency=100, bytes_per_cycle=float("inf")))
+    run = model.simulate([STEP], RING, TmaLink(latency=100, bytes_per_cycle=float("inf")))
     assert run.cycles == run.tensor_cycles == 2 * 128
     one = dataclasses.replace(RING, roles=RING.roles[:1], arrivals={})
-    alone = model.simulate([STEP], one, Link(latency=100, bytes_per_cycle=float("inf")))
+    alone = model.simulate([STEP], one, TmaLink(latency=100, bytes_per_cycle=float("inf")))
     assert alone.cycles > alone.tensor_cycles == 128
 
 
 @pytest.mark.parametrize("round_robin", [True, False])
 def test_a_slow_link_binds(round_robin):
-    run = model.simulate([STEP], RING, Link(latency=100, bytes_per_cycle=2, round_robin=round_robin))
+    run = model.simulate([STEP], RING, TmaLink(latency=100, bytes_per_cycle=2, round_robin=round_robin))
     assert run.cycles == pytest.approx(1000 / 2, abs=1)
     assert max(run.waiting[0], key=run.waiting[0].__getitem__) == "full"
 
 
 def test_a_short_ring_shows_the_latency():
     cycles = [
-        model.simulate([STEP], dataclasses.replace(RING, ahead=ahead), Link(2000, float("inf"))).cycles
+        model.simulate([STEP], dataclasses.replace(RING, ahead=ahead), TmaLink(2000, float("inf"))).cycles
         for ahead in (1, 2, 4)
     ]
     assert cycles[0] > 2000 and cycles[0] > cycles[1] > cycles[2]
@@ -133,7 +134,7 @@ def test_a_short_ring_shows_the_latency():
 
 def test_a_longer_chain_takes_longer():
     chained = [("MUFU.EX2 R1, R1", upper(1, write=0)), ("FADD R2, R1, R1", upper(1, waits=1))] * 20
-    fast = Link(100, float("inf"))
+    fast = TmaLink(100, float("inf"))
     slow = model.simulate([loop(WAIT, PRODUCT, DONE, *chained, ARRIVE)], RING, fast)
     assert slow.cycles > model.simulate([STEP], RING, fast).cycles
     assert slow.waiting[0]["scoreboard"] > 0
@@ -141,16 +142,16 @@ def test_a_longer_chain_takes_longer():
 
 def test_a_loop_that_does_not_match_its_protocol_is_rejected():
     with pytest.raises(model.ModelError, match="1 waits at mbarriers"):
-        model.simulate([STEP], Protocol((Role(("a", "b"), ("c",)),) * 2, RING.loads), Link(1, 1))
+        model.simulate([STEP], Protocol((Role(("a", "b"), ("c",)),) * 2, RING.loads), TmaLink(1, 1))
     with pytest.raises(model.ModelError, match="3 main loops for 2"):
-        model.simulate([STEP] * 3, RING, Link(1, 1))
+        model.simulate([STEP] * 3, RING, TmaLink(1, 1))
 
 
 def test_warpgroups_that_wait_for_each_other_forever_are_an_error(monkeypatch):
     monkeypatch.setattr(model, "_MOST_CYCLES", 5000)
     stuck = dataclasses.replace(RING, arrivals={"empty": 3})
     with pytest.raises(model.ModelError, match="no end after 500"):
-        model.simulate([STEP], stuck, Link(100, 40))
+        model.simulate([STEP], stuck, TmaLink(100, 40))
 
 
 def test_a_missing_tool_says_what_to_install(monkeypatch):
@@ -163,8 +164,8 @@ def test_a_missing_tool_says_what_to_install(monkeypatch):
 def test_tables_name_bounds_and_others(monkeypatch):
     """Builds the tables from a small loop in place of a compiled kernel's."""
     kernel = dataclasses.replace(kernels.dense(4096, 2112, 7168, "DeepGEMM dense 128x192"), protocol=RING)
-    run = model.simulate([STEP], RING, Link(100, 40))
-    reading = machine_code.Reading(kernel, 0, "232/40", [STEP], {kernels.FAST: (run, run)})
+    run = model.simulate([STEP], RING, TmaLink(100, 40))
+    reading = KernelReading(kernel, 0, "232/40", [STEP], {kernels.FAST: (run, run)})
     assert max(reading.bounds(), key=reading.bounds().__getitem__) == "tensor core"
     report = Report()
     machine_code.tabulate(report, [reading])
@@ -195,9 +196,9 @@ def test_attention_to_listed_rows_is_bounded_for_64_rows_and_64_heads():
 
 def test_every_other_loop_is_one_of_the_stored():
     for kernel in kernels.kernels():
-        assert kernel.other is None or kernel.other in machine_code.OTHERS["loops"], kernel.name
-    for name, stored in machine_code.OTHERS["loops"].items():
-        assert name.split()[0] in machine_code.OTHERS["sources"]
+        assert kernel.other is None or kernel.other in OTHERS["loops"], kernel.name
+    for name, stored in OTHERS["loops"].items():
+        assert name.split()[0] in OTHERS["sources"]
         assert stored["bounds"]["tensor core"] > 0
 
 
@@ -221,5 +222,5 @@ def test_pairs_of_two_groups_share_activations_where_deepgemm_shares_nothing():
 
 def test_no_product_of_many_rows_has_a_lower_ceiling_than_deepgemms():
     """Fails for a plan that leaves a wave of multiprocessors idle (docs/performance/machine_code.md)."""
-    for name, *_, ratio, without_shared_memory in ceilings.rows(machine_code.OTHERS["tiles"]):
+    for name, *_, ratio, without_shared_memory in ceilings.rows(OTHERS["tiles"]):
         assert min(float(ratio), float(without_shared_memory)) >= 1, name

@@ -83,11 +83,14 @@ def measure_all(report: Report, command: Sequence[str], keys: Sequence[Key], sec
             for (_, name), row in _rows(command, list(some), roofs.figures, seconds, deadline)
         ]
         columns = list(dict.fromkeys(figure for _, row in found for figure in row.figures))
-        says = (row.says if row.passed else f"WRONG: {row.says}".replace("|", "/") for _, row in found)
-        cells = ([name, *map(row.figures.get, columns)] for name, row in found)
-        report.table(table, ["case", *columns, "says"], ([*some, last] for some, last in zip(cells, says, strict=True)))
+        lines = ([name, *map(row.figures.get, columns), _verdict(row)] for name, row in found)
+        report.table(table, ["case", *columns, "says"], lines)
         passed &= all(row.passed for _, row in found)
     return 0 if passed else 1
+
+
+def _verdict(row: CaseResult) -> str:
+    return row.says if row.passed else f"WRONG: {row.says}".replace("|", "/")
 
 
 def _rows(

@@ -83,7 +83,7 @@ def close(actual: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(actual, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(st.integers(0, 2**16), st.data())
 def test_chunks_of_several_requests(seed: int, draw: st.DataObject) -> None:
     """Bits depend on nothing but the sequence."""

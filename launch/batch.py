@@ -33,6 +33,7 @@ from dsv3.config.options import EngineOptions
 from dsv3.config.server_options import ServerOptions, ServiceOptions
 from dsv3.server.batches.completer import ServiceCompleter, check_fields, service_completer
 from dsv3.server.config import ServerConfig
+from dsv3.server.http.http_server import raise_open_files_limit
 from launch import cli, flags
 from launch.catalog import model_dir, model_names
 
@@ -49,6 +50,7 @@ def main(source: str, output: str) -> int:
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     options = cli.read(BatchOptions)
+    raise_open_files_limit()  # of `--server`, which keeps thousands of connections
     config = None if options.server else _config()
     if pathlib.Path(source).resolve() == pathlib.Path(output).resolve():
         raise flags.UsageError("INPUT and OUTPUT are the same file")

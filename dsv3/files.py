@@ -120,11 +120,10 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o666, synced: bool 
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with open(part, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(content)
-            if synced:
-                file.flush()
-                os.fsync(file.fileno())
+        part.touch(mode)
+        part.write_bytes(content)
+        if synced:
+            sync(part)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks.record import Cell, Report, arguments, run
 from dsv3.checkpoint import load_params
+from dsv3.checkpoint.layout import scale_shape
 from dsv3.checkpoint.quantize import quantize_stack
 from dsv3.checkpoint.reader import aligned_empty
 from dsv3.config.engine import pages_for
@@ -37,7 +38,7 @@ from dsv3.kv_cache.layout import Pool, pool
 from dsv3.model import DecodeBatch, decode, logits
 from dsv3.model.params import Fp4Weight, Int4Weight, Params, declare, initialize
 from pallas_kernels.backend import Backend, resolve_backend
-from pallas_kernels.int4 import GROUP, VALUES_PER_WORD
+from pallas_kernels.fp4 import GROUP, VALUES_PER_WORD, pack_powers
 
 COPIED_BYTES = 256 << 20
 FOUR_BITS = {"int4": Int4Weight, "fp4": Fp4Weight}
@@ -102,8 +103,11 @@ def with_four_bits(params: Params, kind: type[Int4Weight | Fp4Weight]) -> Params
     def packed(weight: jax.Array) -> Int4Weight | Fp4Weight:
         *lead, n, k = weight.shape
         words = np.random.default_rng(2).integers(0, 2**32, (*lead, n, k // VALUES_PER_WORD), np.uint32)
-        scale = jnp.full((*lead, k // GROUP, n), 2.0**-8, jnp.bfloat16)
-        return kind(jax.device_put(words.view(np.int32 if kind is Int4Weight else np.uint32)), scale)
+        if kind is Int4Weight:
+            scale = jnp.full((*lead, k // GROUP, n), 2.0**-8, jnp.bfloat16)
+            return Int4Weight(jax.device_put(words.view(np.int32)), scale)
+        powers = pack_powers(jnp.zeros((*lead, n, k // GROUP), jnp.int32))
+        return Fp4Weight(jax.device_put(words), powers, jnp.full(scale_shape(weight.shape), 2.0**-14))
 
     moe = dataclasses.replace(experts, gate_up=packed(experts.gate_up), down=packed(experts.down))
     return dataclasses.replace(params, moe=dataclasses.replace(layers, moe=moe))

@@ -7,21 +7,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import invariance, native
+from pallas_kernels import fp4, invariance, native
 from pallas_kernels.align import GroupAlignment as GroupAlignment
 from pallas_kernels.align import align_groups as align_groups
 from pallas_kernels.align import aligned_rows as aligned_rows
 from pallas_kernels.align import choose_tile_m as choose_tile_m
 from pallas_kernels.backend import Backend, resolve_operation, with_fallback
 from pallas_kernels.dense import plain_gemm
-from pallas_kernels.float8 import BLOCK
+from pallas_kernels.float8 import BLOCK, E4M3
 from pallas_kernels.fp8 import scaled_matmul, trained_product
 from pallas_kernels.gemm import KERNELS, triton_dispatch
 from pallas_kernels.gemm.checks import check_fp8, check_plain, check_tiles, plain_backend
-from pallas_kernels.gemm.four_bit import four_bit_contiguous
-from pallas_kernels.int4 import FP4_VALUES, GROUP, OFFSET, RUN, VALUES_PER_WORD
+from pallas_kernels.gemm.fp4 import fp4_contiguous
+from pallas_kernels.gemm.int4 import int4_contiguous
+from pallas_kernels.int4 import GROUP, OFFSET, RUN, VALUES_PER_WORD
 
-_FOUR_BIT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+_INT4_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
 def grouped_gemm_contiguous(
@@ -92,7 +93,7 @@ def fp8_grouped_gemm_contiguous(
         return native.fp8_grouped_product(x, x_scale, w, w_scale, tile_group, group_offset, out_dtype)
     if chosen in KERNELS:
         return KERNELS[chosen].contiguous(x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dtype)
-    return _fp8_reference(x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dtype)
+    return _scaled_reference(x, x_scale, (w,), w_scale, tile_group, group_offset, tile_m, out_dtype)
 
 
 def int4_grouped_gemm_contiguous(
@@ -121,26 +122,65 @@ def int4_grouped_gemm_contiguous(
     Raises:
       ValueError: shapes or dtypes that do not belong together; on Hopper also a `tile_m` that no kernel has.
     """
-    operands = x, w, w_scale, tile_group, group_offset, tile_m
-    return _four_bit("int4_grouped_gemm_contiguous", jnp.int32, operands, backend)
+    name = "int4_grouped_gemm_contiguous"
+    check_int4(name, w, w_scale)
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2] * VALUES_PER_WORD:
+        raise ValueError(f"{name}: needs x [A, K] and w [G, N, K/8] with one K, got {x.shape} and {w.shape}")
+    if x.dtype not in _INT4_DTYPES:
+        raise ValueError(f"{name}: x must be bfloat16 or float32, got {x.dtype}")
+    check_tiles(name, x.shape[0], tile_group, tile_m)
+    chosen = plain_backend(name, x.dtype, tile_m, backend)
+    operands = x, w, w_scale, tile_group, group_offset
+    if chosen is Backend.MOSAIC:
+        return int4_contiguous(*operands, tile_m)
+    if chosen is Backend.NATIVE:
+        return native.int4_grouped_product(*operands)
+    if chosen is Backend.TRITON:
+        return triton_dispatch.int4_contiguous(*operands, tile_m)
+    return _int4_reference(*operands, tile_m)
 
 
 def fp4_grouped_gemm_contiguous(
     x: jax.Array,
+    x_scale: jax.Array,
     w: jax.Array,
+    w_powers: jax.Array,
     w_scale: jax.Array,
     tile_group: jax.Array,
     *,
     tile_m: int,
     group_offset: jax.Array | int = 0,
+    out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """Computes `int4_grouped_gemm_contiguous` with FP4 weights: e2m1 codes in words uint32, and scales powers of two.
+    """Computes `fp8_grouped_gemm_contiguous` with FP4 weights, whose codes become e4m3 values, exactly.
 
-    Products of code and scale are exact in x's type, and x is not rounded.
+    Args:
+      x, x_scale, tile_group, tile_m, group_offset, out_dtype, backend: as `fp8_grouped_gemm_contiguous`; on Hopper
+        the result has 16 bits.
+      w: [G, N, K / 8] uint32, w_powers: [G, K / 128, N] uint32, in the order of `pallas_kernels.fp4`; 128 divides K.
+      w_scale: [G, ceil(N/128), K/128] float32.
+
+    Returns:
+      [A, N] in `out_dtype`.
+
+    Raises:
+      ValueError: shapes or dtypes that do not belong together; on Hopper also a `tile_m` that no kernel has.
     """
-    operands = x, w, w_scale, tile_group, group_offset, tile_m
-    return _four_bit("fp4_grouped_gemm_contiguous", jnp.uint32, operands, backend)
+    name = "fp4_grouped_gemm_contiguous"
+    fp4.check_weight(name, w, w_powers, w_scale)
+    values = jax.ShapeDtypeStruct((*w.shape[:-1], w.shape[-1] * fp4.VALUES_PER_WORD), E4M3)
+    check_fp8(name, x, x_scale, values, w_scale, 2)
+    check_tiles(name, x.shape[0], tile_group, tile_m)
+    chosen = resolve_operation(name, backend)
+    operands = x, x_scale, w, w_powers, w_scale, tile_group, group_offset
+    if chosen is Backend.MOSAIC:
+        return fp4_contiguous(*operands, tile_m, out_dtype)
+    if chosen is Backend.NATIVE and native.takes(x.dtype, tile_m):
+        return native.fp4_grouped_product(*operands, out_dtype)
+    if chosen is Backend.TRITON:
+        return triton_dispatch.fp4_contiguous(*operands, tile_m, out_dtype)
+    return _scaled_reference(x, x_scale, (w, w_powers), w_scale, tile_group, group_offset, tile_m, out_dtype)
 
 
 def trained_gemm_contiguous(
@@ -170,30 +210,6 @@ def trained_gemm_contiguous(
     check_tiles(name, x.shape[0], tile_group, BLOCK)
     backend = with_fallback(name, backend)
     return trained_product(name, x, w, tile_group, _trained_contiguous, _trained_gradient, backend)
-
-
-def _four_bit(
-    name: str,
-    word: jax.typing.DTypeLike,
-    operands: tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | int, int],
-    backend: Backend | None,
-) -> jax.Array:
-    """Computes product `name` with weights in words of type `word`; `operands` are those of `four_bit_contiguous`."""
-    x, w, w_scale, tile_group, _, tile_m = operands
-    check_four_bit(name, w, w_scale, word)
-    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2] * VALUES_PER_WORD:
-        raise ValueError(f"{name}: needs x [A, K] and w [G, N, K/8] with one K, got {x.shape} and {w.shape}")
-    if x.dtype not in _FOUR_BIT_DTYPES:
-        raise ValueError(f"{name}: x must be bfloat16 or float32, got {x.dtype}")
-    check_tiles(name, x.shape[0], tile_group, tile_m)
-    chosen = plain_backend(name, x.dtype, tile_m, backend)
-    if chosen is Backend.MOSAIC:
-        return four_bit_contiguous(*operands)
-    if chosen is Backend.NATIVE:
-        return native.four_bit_grouped_product(*operands[:-1])
-    if chosen is Backend.TRITON:
-        return triton_dispatch.four_bit_contiguous(*operands)
-    return _four_bit_reference(*operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -238,28 +254,32 @@ def _reference(
     return _fill_tiles(product, tile_group, tile_m, jnp.zeros((x.shape[0], n), x.dtype))
 
 
-def _fp8_reference(
+def _scaled_reference(
     x: jax.Array,
     x_scale: jax.Array,
-    w: jax.Array,
+    w: tuple[jax.Array, ...],
     w_scale: jax.Array,
     tile_group: jax.Array,
     group_offset: jax.Array | int,
     tile_m: int,
     out_dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Multiplies block-scaled e4m3 [M, K] x [G, N, K] -> [M, N] in `out_dtype`; tiles of group -1 are zero."""
+    """Multiplies block-scaled e4m3 [M, K] x [G, N, K] -> [M, N] in `out_dtype`; tiles of group -1 are zero.
+
+    w is e4m3, or words and powers of FP4.
+    """
 
     def product(tile, group):
-        w_g, w_scale_g = (lax.dynamic_index_in_dim(v, group_offset + group, 0, keepdims=False) for v in (w, w_scale))
+        *w_g, w_scale_g = (lax.dynamic_index_in_dim(v, group_offset + group, 0, keepdims=False) for v in (*w, w_scale))
         x_t = lax.dynamic_slice_in_dim(x, tile * tile_m, tile_m, 0)
         x_scale_t = lax.dynamic_slice_in_dim(x_scale, tile * tile_m, tile_m, 1)
-        return scaled_matmul(x_t, x_scale_t, w_g, w_scale_g).astype(out_dtype)
+        values = fp4.to_e4m3(*w_g) if len(w_g) > 1 else w_g[0]
+        return scaled_matmul(x_t, x_scale_t, values, w_scale_g).astype(out_dtype)
 
-    return _fill_tiles(product, tile_group, tile_m, jnp.zeros((x.shape[0], w.shape[1]), out_dtype))
+    return _fill_tiles(product, tile_group, tile_m, jnp.zeros((x.shape[0], w[0].shape[1]), out_dtype))
 
 
-def _four_bit_reference(
+def _int4_reference(
     x: jax.Array,
     w: jax.Array,
     w_scale: jax.Array,
@@ -273,7 +293,7 @@ def _four_bit_reference(
         w_g, w_scale_g = (lax.dynamic_index_in_dim(v, group_offset + group, 0, keepdims=False) for v in (w, w_scale))
         x_t = lax.dynamic_slice_in_dim(x, tile * tile_m, tile_m, 0)
         contract = (((1,), (1,)), ((), ()))
-        weights = dequantize_four_bit(w_g, w_scale_g, x.dtype)
+        weights = dequantize_int4(w_g, w_scale_g, x.dtype)
         if invariance.required():
             return plain_gemm(x_t, weights)
         return lax.dot_general(x_t, weights, contract, preferred_element_type=jnp.float32).astype(x.dtype)
@@ -281,40 +301,37 @@ def _four_bit_reference(
     return _fill_tiles(product, tile_group, tile_m, jnp.zeros((x.shape[0], w.shape[1]), x.dtype))
 
 
-def dequantize_four_bit(words: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+def dequantize_int4(words: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Returns weights `[..., N, K]` in `dtype`: each value times its scale in float32, rounded once.
 
     The product of four bits and a bfloat16 scale is exact in float32.
 
     Args:
-      words: [..., N, K / 8], in the order of `int4.interleave`: int32 of INT4 numbers, or uint32 of FP4 codes.
+      words: [..., N, K / 8] int32, in the order of `int4.interleave`.
       scale: [..., K / 32, N] bfloat16.
       dtype: of the result.
 
     Raises ValueError if the shapes do not match.
     """
-    check_four_bit("dequantize_four_bit", words, scale, words.dtype)
+    check_int4("dequantize_int4", words, scale)
     *lead, width = words.shape
     runs = words.reshape(*lead, -1, 1, GROUP)
     shifts = 4 * jnp.arange(VALUES_PER_WORD, dtype=words.dtype)[:, None]
     bits = lax.shift_right_logical(runs, shifts + jnp.zeros_like(runs)) & 15  # [..., N, runs, 8, 32]
-    values = jnp.asarray(FP4_VALUES)[bits] if words.dtype == jnp.uint32 else (bits - OFFSET).astype(jnp.float32)
     scales = jnp.swapaxes(scale, -1, -2).astype(jnp.float32).reshape(*lead, -1, VALUES_PER_WORD, 1)
-    return (values * scales).reshape(*lead, width * VALUES_PER_WORD).astype(dtype)
+    return ((bits - OFFSET).astype(jnp.float32) * scales).reshape(*lead, width * VALUES_PER_WORD).astype(dtype)
 
 
-def check_four_bit(name: str, words: jax.Array, scale: jax.Array, word: jax.typing.DTypeLike) -> None:
-    """Raises ValueError unless `words` [..., N, K / 8] of type `word` and `scale` [..., K / 32, N] are a weight."""
+def check_int4(name: str, words: jax.Array, scale: jax.Array) -> None:
+    """Raises ValueError unless `words` [..., N, K / 8] and `scale` [..., K / 32, N] are an INT4 weight."""
     k = words.shape[-1] * VALUES_PER_WORD
     if k % RUN or scale.shape != (*words.shape[:-2], k // GROUP, words.shape[-2]):
         raise ValueError(
             f"{name}: needs words [..., N, K/8] and scales [..., K/32, N] with K in multiples of {RUN}, "
             f"got {words.shape} and {scale.shape}"
         )
-    if words.dtype != word or word not in (jnp.int32, jnp.uint32) or scale.dtype != jnp.bfloat16:
-        raise ValueError(
-            f"{name}: needs {jnp.dtype(word).name} words and bfloat16 scales, got {words.dtype} and {scale.dtype}"
-        )
+    if words.dtype != jnp.int32 or scale.dtype != jnp.bfloat16:
+        raise ValueError(f"{name}: needs int32 words and bfloat16 scales, got {words.dtype} and {scale.dtype}")
 
 
 def weight_gradient(

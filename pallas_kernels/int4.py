@@ -1,13 +1,10 @@
-"""The packing of INT4 and FP4 weights into words, in checkpoints and here. Nothing here needs jax.
+"""The packing of INT4 weights into words, in checkpoints and here. Nothing here needs jax.
 
 A value is an unsigned four-bit number minus 8. 32 neighboring columns of a row are a *scale group* with one scale.
 
 In a checkpoint (compressed-tensors, "pack-quantized") a word holds eight neighboring columns, the first in the lowest
 bits. Here 32 words hold 256 columns, and bits 4 j to 4 j + 3 of word w are column 32 j + w. So the same four bits of
 all 32 words are one scale group, and the tensor core can take them from registers without exchanges between threads.
-
-FP4 weights are e2m1 codes in the same order, in words of uint32 (those of INT4 are int32), with scales that are powers
-of two.
 """
 
 import numpy as np
@@ -19,9 +16,6 @@ GROUP = 32
 VALUES_PER_WORD = 8
 RUN = GROUP * VALUES_PER_WORD
 """Columns of 32 words. K is a multiple of it."""
-
-FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""The value of each FP4 code: bit 3 is the sign."""
 
 _SWAPS = ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F))
 

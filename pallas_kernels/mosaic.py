@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -88,6 +89,23 @@ def row_layout() -> Any:
     return plgpu.Layout.WGMMA.reduce(1)
 
 
+def inline_mgpu(emit: Callable, arg_types: tuple, result: Any, model: Callable) -> Callable:
+    """Returns a function of arrays in a kernel whose code is emitted by `emit`, for what no operation can say.
+
+    Args:
+      emit: takes the launch context and the arrays' fragments, and returns the result's.
+      arg_types: the layouts of arguments.
+      result: shape, dtype and layout of the result.
+      model: what the function computes, in jax, for the interpreter.
+    """
+
+    def emitted(*args: Any) -> Any:
+        return emit(*args)
+
+    emitted.model = model  # type: ignore[attr-defined]
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=result)(emitted)
+
+
 def interpret_params(*, detect_races: bool = True, **options) -> "plgpu.InterpretGPUParams":
     """Returns the settings for running Mosaic GPU kernels in the CPU interpreter; a data race raises.
 
@@ -100,6 +118,7 @@ def interpret_params(*, detect_races: bool = True, **options) -> "plgpu.Interpre
     elif detect_races:
         _raise_on_races()
     _take_left_operands_in_registers()
+    _call_models()
     _evaluate_threads()
     return plgpu.InterpretGPUParams(detect_races=detect_races, **options)
 
@@ -140,6 +159,21 @@ def _take_left_operands_in_registers() -> None:
         return call["token"]
 
     callbacks.wgmma = wgmma
+
+
+@functools.cache
+def _call_models() -> None:
+    """Lets the interpreter call the model of a function of `inline_mgpu`; it knows none but those of one library."""
+    from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret  # its method is looked up there at each call
+
+    interpreter = jaxpr_interpret.JaxprInterpreter
+    of_library = interpreter._interpret_inline_mgpu_p
+
+    def interpret(self: Any, eqn: Any, token: Any, get_invals: Callable) -> tuple[Any, list[jax.Array]]:
+        model = getattr(eqn.params["mgpu_fn"], "model", None)
+        return of_library(self, eqn, token, get_invals) if model is None else (token, [model(*get_invals())])
+
+    interpreter._interpret_inline_mgpu_p = interpret  # type: ignore[method-assign]
 
 
 @functools.cache

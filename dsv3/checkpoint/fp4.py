@@ -2,6 +2,9 @@
 
 In a file a matrix is two tensors: `X.weight` int8 `[N, K / 2]`, the low four bits of a byte being the even column, and
 `X.scale` e8m0 `[N, K / 32]`, multiplied. Stacks are converted on their devices, one layer after the other.
+
+Both forms that are served, FP8 and FP4, stand for the same e4m3 values in blocks of 128 x 128. A block has no room for
+groups whose scales lie too far below its largest one; such a checkpoint is refused.
 """
 
 import functools
@@ -16,21 +19,18 @@ from jax import lax
 from dsv3.checkpoint.load_plan import PlannedArray
 from dsv3.checkpoint.safetensors_file import CheckpointError
 from dsv3.model.params import Fp4Weight, Fp8Weight
+from pallas_kernels import fp4
 from pallas_kernels.float8 import BLOCK, E4M3
-from pallas_kernels.int4 import FP4_VALUES, GROUP, VALUES_PER_WORD
+from pallas_kernels.fp4 import GROUP, GROUPS, HEADROOM
 
 Fp4Mode = Literal["fp8", "keep"]
 """How FP4 experts are served: as block-scaled FP8 with the same values, or as FP4."""
 
-HEADROOM = 6
-"""A block's scale is the largest of its groups' over two to this power: 6 * 2**6 is 384, and e4m3 ends at 448."""
-
-MAX_SPREAD = 14
-"""How many binary places a group's scale may lie below the largest of its block: at 15, 0.5 would become 0."""
+MAX_SPREAD: dict[Fp4Mode, int] = {"fp8": 14, "keep": fp4.MAX_SPREAD}
+"""How many binary places a group's scale may lie below the largest of its block: in FP8, 0.5 would become 0 at 15."""
 
 _BIAS = 127  # of e8m0, and of float32
 _LEAST = HEADROOM + 1 - _BIAS  # scales of blocks are normal numbers of float32
-_GROUPS = BLOCK // GROUP
 _PAIRS = GROUP // 2  # bytes of a group
 
 
@@ -51,14 +51,31 @@ def to_fp8(packed: Any, scale: Any) -> tuple[Fp8Weight, jax.Array]:
     The values are the same if no element of the second result, int32 `[..., N, K / 32]`, is above `MAX_SPREAD`. It is 0
     for groups of zeros, whose scale says nothing. Arguments are those of `decode`.
     """
-    raw, exponents = _bytes(packed), _exponents(scale)
+    raw = _bytes(packed)
+    block_scale, spread = _blocks_of(raw, _exponents(scale))
+    data = _scaled(raw, _power(HEADROOM - jnp.minimum(spread, MAX_SPREAD["fp8"])), E4M3)
+    return Fp8Weight(data, block_scale), spread
+
+
+def to_words(packed: Any, scale: Any) -> tuple[Fp4Weight, jax.Array]:
+    """Returns the same values in the form of kernels, and how far each group's scale lies below its block's largest.
+
+    Results and arguments are those of `to_fp8`; 128 divides K.
+    """
+    raw = _bytes(packed)
+    block_scale, spread = _blocks_of(raw, _exponents(scale))
+    codes = jnp.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:-1], -1)
+    powers = fp4.pack_powers(jnp.minimum(spread, fp4.MAX_SPREAD))
+    return Fp4Weight(fp4.pack(codes), powers, block_scale), spread
+
+
+def _blocks_of(raw: jax.Array, exponents: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns scales of blocks, and places `[..., N, K / 32]` that groups lie below the largest of their block."""
     *lead, N, groups = exponents.shape
     used = ((raw & 0x77) > 0).reshape(*lead, N, groups, _PAIRS).any(-1)
     largest = _largest(jnp.where(used, exponents, _LEAST))
-    of_group = jnp.repeat(jnp.repeat(largest, BLOCK, axis=-2)[..., :N, :], _GROUPS, axis=-1)[..., :groups]
-    spread = jnp.where(used, of_group - exponents, 0)
-    data = _scaled(raw, _power(HEADROOM - jnp.minimum(spread, MAX_SPREAD)), E4M3)
-    return Fp8Weight(data, _power(largest - HEADROOM)), spread
+    of_group = jnp.repeat(jnp.repeat(largest, BLOCK, axis=-2)[..., :N, :], GROUPS, axis=-1)[..., :groups]
+    return _power(largest - HEADROOM), jnp.where(used, of_group - exponents, 0)
 
 
 def _scaled(raw: jax.Array, factor: jax.Array, dtype: Any) -> jax.Array:
@@ -66,7 +83,7 @@ def _scaled(raw: jax.Array, factor: jax.Array, dtype: Any) -> jax.Array:
 
     Even and odd columns are joined last, when they have few bytes.
     """
-    factors, table = jnp.repeat(factor, _PAIRS, axis=-1), jnp.asarray(FP4_VALUES)
+    factors, table = jnp.repeat(factor, _PAIRS, axis=-1), jnp.asarray(fp4.VALUES)
     both = [(table[codes] * factors).astype(dtype) for codes in (raw & 15, raw >> 4)]
     return jnp.stack(both, axis=-1).reshape(*raw.shape[:-1], -1)
 
@@ -87,22 +104,9 @@ def _power(exponents: jax.Array) -> jax.Array:
 def _largest(exponents: jax.Array) -> jax.Array:
     """Returns the largest of each block of 128 rows and four groups."""
     *lead, N, groups = exponents.shape
-    padding = [(0, 0)] * len(lead) + [(0, -N % BLOCK), (0, -groups % _GROUPS)]
+    padding = [(0, 0)] * len(lead) + [(0, -N % BLOCK), (0, -groups % GROUPS)]
     padded = jnp.pad(exponents, padding, constant_values=_LEAST)
-    return padded.reshape(*lead, -(-N // BLOCK), BLOCK, -(-groups // _GROUPS), _GROUPS).max((-3, -1))
-
-
-def to_words(packed: Any, scale: Any) -> Fp4Weight:
-    """Returns the same codes and scales in the order of kernels; arguments are those of `decode`, and 256 divides K.
-
-    Byte b of group j of a run holds columns 32 j + 2 b and the next, which are nibbles j of words 2 b and 2 b + 1.
-    """
-    raw = _bytes(packed)
-    runs = raw.reshape(*raw.shape[:-1], -1, VALUES_PER_WORD, _PAIRS).astype(jnp.uint32)
-    shifts = 4 * jnp.arange(VALUES_PER_WORD, dtype=jnp.uint32)[:, None]
-    words = [(codes << shifts).sum(-2, dtype=jnp.uint32) for codes in (runs & 15, runs >> 4)]
-    scales = jnp.swapaxes(_power(_exponents(scale)), -1, -2).astype(jnp.bfloat16)
-    return Fp4Weight(jnp.stack(words, axis=-1).reshape(*raw.shape[:-1], -1), scales)
+    return padded.reshape(*lead, -(-N // BLOCK), BLOCK, -(-groups // GROUPS), GROUPS).max((-3, -1))
 
 
 class StoredFp4(NamedTuple):
@@ -118,18 +122,19 @@ def convert_fp4(weight: StoredFp4, array: PlannedArray, to: Fp4Mode | np.dtype) 
     Device memory must hold a stack's codes and its result.
 
     Raises:
-      CheckpointError: blocks of FP8 have no room for some values.
+      CheckpointError: blocks have no room for some values.
     """
-    where = weight.data.sharding
-    if to != "fp8":
-        return jax.block_until_ready(jax.jit(_exact(to), out_shardings=where)(weight))
-    converted, worst = jax.block_until_ready(jax.jit(_fp8, out_shardings=where)(weight))
+    made = jax.block_until_ready(jax.jit(_conversion(to), out_shardings=weight.data.sharding)(weight))
+    if not isinstance(to, str):
+        return made
+    converted, worst = made
     for shard in worst.addressable_shards:
         found = np.asarray(shard.data)[:, :, 0]
-        if (found[..., 0] > MAX_SPREAD).any():
+        if (found[..., 0] > MAX_SPREAD[to]).any():
             layer, expert = np.unravel_index(found[..., 0].argmax(), found.shape[:2])
             start = [s.indices(n)[0] for s, n in zip(shard.index[:2], worst.shape[:2], strict=True)]
-            raise _refusal(array, (start[0] + int(layer), start[1] + int(expert)), *found[layer, expert].tolist())
+            place = start[0] + int(layer), start[1] + int(expert)
+            raise _refusal(array, place, *map(int, found[layer, expert]), mode=to)
     return converted
 
 
@@ -158,8 +163,8 @@ def _expert(
     if to != E4M3:
         return (np.asarray(_decoded(data, scale, to)),)
     weight, spread = _blocks(data, scale)
-    if (worst := np.asarray(spread).reshape(-1)).max() > MAX_SPREAD:
-        raise _refusal(array, index, int(worst.max()), int(worst.argmax()))
+    if (worst := np.asarray(spread).reshape(-1)).max() > MAX_SPREAD["fp8"]:
+        raise _refusal(array, index, int(worst.max()), int(worst.argmax()), mode="fp8")
     return np.asarray(weight.data), np.asarray(weight.scale)
 
 
@@ -169,39 +174,37 @@ _blocks, _decoded = jax.jit(to_fp8), jax.jit(decode, static_argnums=2)
 def convert_fp4_shapes(weight: StoredFp4, array: PlannedArray, to: Fp4Mode | np.dtype) -> Any:
     """Returns the shapes of the result of `convert_fp4`, given shapes and shardings."""
     del array
-    made = jax.eval_shape(_fp8, weight)[0] if to == "fp8" else jax.eval_shape(_exact(to), weight)
+    made = jax.eval_shape(_conversion(to), weight)
+    made = made[0] if isinstance(to, str) else made
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=weight.data.sharding), made)
 
 
 @functools.cache
-def _exact(to: Fp4Mode | np.dtype) -> Callable[[StoredFp4], Any]:
-    """Returns the conversion of a stack to words or to a dtype, one layer at a time; always the same function."""
-    convert = to_words if to == "keep" else functools.partial(decode, dtype=to)
-    return lambda stack: lax.map(lambda layer: convert(layer.data, layer.scale), stack)
+def _conversion(to: Fp4Mode | np.dtype) -> Callable[[StoredFp4], Any]:
+    """Returns the conversion of a stack, one layer at a time; always the same function.
 
-
-def _fp8(stack: StoredFp4) -> tuple[Fp8Weight, jax.Array]:
-    """Converts a stack to FP8, one layer at a time.
-
-    Also returns int32 `[L, E, 1, 2]`: of each expert the largest distance of scales, and where it is.
+    In blocks it also gives int32 `[L, E, 1, 2]`: of each expert the largest distance of scales, and where it is.
     """
+    if not isinstance(to, str):
+        return lambda stack: lax.map(lambda layer: decode(layer.data, layer.scale, to), stack)
+    in_blocks = to_fp8 if to == "fp8" else to_words
 
-    def convert(layer: StoredFp4) -> tuple[Fp8Weight, jax.Array]:
-        made, spread = to_fp8(layer.data, layer.scale)
+    def convert(layer: StoredFp4) -> tuple[Fp8Weight | Fp4Weight, jax.Array]:
+        made, spread = in_blocks(layer.data, layer.scale)
         flat = spread.reshape(len(spread), -1)
         return made, jnp.stack([flat.max(-1), flat.argmax(-1).astype(jnp.int32)], axis=-1)[:, None]
 
-    return lax.map(convert, stack)
+    return lambda stack: lax.map(convert, stack)
 
 
-def _refusal(array: PlannedArray, index: tuple[int, int], spread: int, place: int) -> CheckpointError:
-    row, group = divmod(place, array.shape[-1] * 2 // GROUP)
+def _refusal(array: PlannedArray, index: tuple[int, int], spread: int, where: int, *, mode: Fp4Mode) -> CheckpointError:
+    row, group = divmod(where, array.shape[-1] * 2 // GROUP)
     here = (*(slice(i, i + 1) for i in index), slice(row, row + 1), slice(0, array.shape[-1]))
     tensor_slice, _ = next(array.slices_in(here))
     tensor, row = array.tensors[tensor_slice.name], row - tensor_slice.target[-2].start
+    fits = "fp4='fp8' or " if spread <= MAX_SPREAD["fp8"] else ""
     return CheckpointError(
         f"{tensor.path}: tensor {tensor.name}: row {row}, columns {group * GROUP} to {(group + 1) * GROUP - 1}: the "
-        f"scale is 2**-{spread} of the largest in its block of {BLOCK} x {BLOCK}, and FP8 has room for "
-        f"2**-{MAX_SPREAD}; load with fp4='keep' or "
-        "fp8='dequantize'"
+        f"scale is 2**-{spread} of the largest in its block of {BLOCK} x {BLOCK}, and fp4={mode!r} has room for "
+        f"2**-{MAX_SPREAD[mode]}; load with {fits}fp8='dequantize'"
     )

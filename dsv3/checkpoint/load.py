@@ -53,8 +53,7 @@ from dsv3.checkpoint.reader import CheckpointReader, PendingReads, aligned_empty
 from dsv3.checkpoint.safetensors_file import CheckpointError, raise_findings, read_directory, tensors_in_memory
 from dsv3.config.model import ModelConfig
 from dsv3.model.params import Fp8Weight, Int4Weight, Params, declare
-from pallas_kernels.float8 import E4M3
-from pallas_kernels.int4 import RUN
+from pallas_kernels.float8 import BLOCK, E4M3
 
 Advance = Callable[[int], None]
 
@@ -393,9 +392,9 @@ class PlannedParams:
                 conversions[path] = functools.partial(from_int4, mode=int4, dtype=dtype)
             elif form is FP4:
                 to = dtype if fp8 == "dequantize" else fp4
-                if to == "keep" and spec.shape[-1] % RUN:
+                if to == "keep" and spec.shape[-1] % BLOCK:
                     raise ValueError(
-                        f"fp4 'keep' needs experts whose inputs have multiples of {RUN} values, but {path} has "
+                        f"fp4 'keep' needs experts whose inputs have multiples of {BLOCK} values, but {path} has "
                         f"{spec.shape[-1]}; choose 'fp8'"
                     )
                 conversions[path] = functools.partial(from_fp4, array=self.plan.leaves[path][0], to=to)

@@ -26,7 +26,7 @@ from dsv3.config.model import ModelConfig
 from dsv3.model.params import Fp8Weight, Int4Weight, ParamSpec
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.fp8 import quantize_128x128
-from pallas_kernels.grouped import dequantize_four_bit
+from pallas_kernels.grouped import dequantize_int4
 from pallas_kernels.int4 import GROUP, VALUES_PER_WORD
 
 Int4Mode = Literal["keep", "fp8", "dequantize"]
@@ -155,8 +155,8 @@ def _conversion(mode: Int4Mode, dtype: np.dtype) -> Callable[[Int4Weight], Any]:
 
     def convert(weight: Int4Weight) -> Any:
         if mode != "fp8":
-            return dequantize_four_bit(weight.data, weight.scale, dtype)
-        return Fp8Weight(*quantize_128x128(dequantize_four_bit(weight.data, weight.scale, jnp.float32)))
+            return dequantize_int4(weight.data, weight.scale, dtype)
+        return Fp8Weight(*quantize_128x128(dequantize_int4(weight.data, weight.scale, jnp.float32)))
 
     return lambda stack: lax.map(convert, stack)
 

@@ -454,10 +454,10 @@ def sizes_of(model: ModelConfig) -> Sizes:
 def itemsizes(model: ModelConfig) -> tuple[float, float]:
     """Returns the bytes of an element of routed experts, and of other weights, on devices.
 
-    INT4 and FP4 have 4 bits and a 32nd of a 16-bit scale. FP8 block scales are not counted.
+    INT4 and FP4 have 4 bits and a 32nd of a 16-bit scale, or of 8 bits. Scales of blocks are not counted.
     """
     item = 1 if model.fp8 else 2
-    return 4.5 / 8 if model.int4_experts or model.fp4_experts else item, item
+    return 4.5 / 8 if model.int4_experts else 4.25 / 8 if model.fp4_experts else item, item
 
 
 def entry_weights(model: ModelConfig) -> int:

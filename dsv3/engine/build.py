@@ -220,7 +220,11 @@ def _functions(
         return functions, load_replicated(model_dir, cfg, functions.param_specs, mesh, read)
     redundant = options.num_redundant_experts
     packed = packed_mode(cfg, options)
-    fp8 = cfg.fp8 is not None and options.fp8 != "dequantize" if packed is None else packed == "fp8"
+    fp8 = (
+        cfg.fp8 is not None and options.fp8 != "dequantize"
+        if packed is None or (packed == "keep" and cfg.fp4_experts)
+        else packed == "fp8"
+    )
     how = {"transport": options.expert_transport, "combine": options.expert_combine, "dtype": read.dtype, "fp8": fp8}
     functions = in_full_precision(
         expert_parallel_functions(cfg, mesh, redundant, **how, overlaps=options.expert_overlap)

@@ -69,8 +69,8 @@ def _packed_experts(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend, mo
     stored = "INT4" if cfg.int4_experts else "FP4"
     if mode != "keep":
         return f"; {stored} experts as {'FP8' if mode == 'fp8' else dtypes.compute}"
-    has_kernel = backend is Backend.MOSAIC and dtypes.compute == jnp.bfloat16
-    without = "" if has_kernel or backend is Backend.REFERENCE else ", by jax.numpy"
+    on_gpu = backend in (Backend.MOSAIC, Backend.TRITON)
+    without = ", by jax.numpy" if cfg.int4_experts and on_gpu and dtypes.compute != jnp.bfloat16 else ""
     return f"; {stored} experts stay {stored}{without}"
 
 

@@ -88,13 +88,19 @@ class Int4Weight:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Fp4Weight:
-    """Routed experts of e2m1 codes: `data` uint32 [..., N, K / 8], `scale` bfloat16 [..., K / 32, N], multiplied.
+    """Routed experts of e2m1 codes, which stand for the e4m3 values of an `Fp8Weight` with the same `scale`.
 
-    Words and scales have the order of an `Int4Weight`; `pallas_kernels.int4` defines the values.
+    `data` is uint32 [..., N, K / 8], and `powers`, uint32 [..., K / 128, N], are those of 32 columns: four bytes each
+    (`pallas_kernels.fp4`). `scale` is float32 [..., ceil(N/128), K / 128].
     """
 
     data: Any
+    powers: Any
     scale: Any
+
+
+E4m3Weight = Fp8Weight | Fp4Weight
+"""Weights whose products take quantized rows."""
 
 
 @jax.tree_util.register_dataclass

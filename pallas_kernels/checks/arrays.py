@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import fp4
 from pallas_kernels.backend import Backend
+from pallas_kernels.float8 import BLOCK
 from pallas_kernels.fp8 import quantize_1x128, quantize_128x128
 
 STACK_BYTES = 256 << 20
@@ -44,12 +46,22 @@ def fp8_weights(key: jax.Array, count: int, n: int, k: int) -> tuple[jax.Array, 
     return jax.lax.map(lambda key: quantize_128x128(normal(key, n, k)), jax.random.split(key, count))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def four_bit_weights(key: jax.Array, count: int, n: int, k: int, word: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns a stack of INT4 weights (of FP4 where words are uint32), and their scales."""
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def int4_weights(key: jax.Array, count: int, n: int, k: int) -> tuple[jax.Array, jax.Array]:
+    """Returns a stack of INT4 weights, and their scales."""
     words_key, scale_key = jax.random.split(key)
-    words = jax.random.bits(words_key, (count, n, k // 8), jnp.uint32).astype(word)
+    words = jax.random.bits(words_key, (count, n, k // 8), jnp.uint32).astype(jnp.int32)
     return words, jax.random.uniform(scale_key, (count, k // 32, n), jnp.bfloat16, 0.01, 0.02)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def fp4_weights(key: jax.Array, count: int, n: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns a stack of FP4 weights: words, powers of groups and scales of blocks."""
+    words_key, powers_key, scale_key = jax.random.split(key, 3)
+    words = jax.random.bits(words_key, (count, n, k // fp4.VALUES_PER_WORD), jnp.uint32)
+    places = jax.random.randint(powers_key, (count, n, k // fp4.GROUP), 0, 4)
+    scale = jax.random.uniform(scale_key, (count, -(-n // BLOCK), k // BLOCK), jnp.float32, 2.0**-14, 2.0**-13)
+    return words, fp4.pack_powers(places), scale
 
 
 def anew[T](operands: T, i: jax.Array) -> T:

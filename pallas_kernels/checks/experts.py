@@ -34,6 +34,12 @@ _PRODUCTS: dict[Any, Callable[..., jax.Array]] = {
     jnp.dtype(INT4): int4_grouped_gemm_contiguous,
     jnp.dtype(FP4): fp4_grouped_gemm_contiguous,
 }
+_WEIGHTS: dict[Any, Callable[..., tuple[jax.Array, ...]]] = {
+    jnp.dtype(E4M3): arrays.fp8_weights,
+    jnp.dtype(jnp.bfloat16): lambda *shape: (arrays.normal(*shape),),
+    jnp.dtype(INT4): arrays.int4_weights,
+    jnp.dtype(FP4): arrays.fp4_weights,
+}
 _RAGGED = (5, 0, 1, 17)
 """Rows of the experts of a small case: one has none, one less than a tile."""
 _MOST_RAGGED = (300, 0, 1, 17, 0, 128, 129, 64)
@@ -209,7 +215,8 @@ def decode_case(
 
     Padding rows are NaN inside tiles, and not compared elsewhere.
     """
-    fp8, packed, groups = dtype == E4M3, {INT4: "int4", FP4: "fp4"}.get(dtype), len(counts)
+    packed, groups = {INT4: "int4", FP4: "fp4"}.get(dtype), len(counts)
+    scaled = dtype in (E4M3, FP4)
     itemsize = 4.5 / 8 if packed else jnp.dtype(dtype).itemsize
     layers, total = arrays.stack(groups * n * k * itemsize, quick), sum(counts)
     ids = np.full(2 * groups * rows, -1, np.int32)  # buffers of a dispatch are about half empty
@@ -221,13 +228,9 @@ def decode_case(
         aligned = align_groups(jnp.asarray(ids), groups, tile_m, backend=Backend.REFERENCE)
         held = (aligned.source_row < ids.size)[:, None]
         x = jnp.where(held, arrays.normal(x_key, aligned_rows(ids.size, groups, tile_m), k), jnp.nan)
-        if fp8:
-            w = arrays.fp8_weights(w_key, layers * groups, n, k)
-            made = {"x": quantize_1x128(x, backend=Backend.REFERENCE), "w": w}
-        else:
-            w = arrays.four_bit_weights(w_key, layers * groups, n, k, dtype) if packed else None
-            made = {"x": (x,), "w": w or (arrays.normal(w_key, layers * groups, n, k),)}
-        return made | {"held": held, "tile_group": aligned.tile_group}
+        rows = quantize_1x128(x, backend=Backend.REFERENCE) if scaled else (x,)
+        w = _WEIGHTS[jnp.dtype(dtype)](w_key, layers * groups, n, k)
+        return {"x": rows, "w": w, "held": held, "tile_group": aligned.tile_group}
 
     def call(operands: dict[str, Any], i: Any, backend: Backend) -> jax.Array:
         place = {"tile_m": tile_m, "group_offset": i % layers * groups, "backend": backend}
@@ -240,17 +243,17 @@ def decode_case(
         return operands | {"w": w}
 
     kind = (packed, "bfloat16") if packed else (jnp.dtype(dtype).name,)
-    weights = f", {packed.upper()}" if packed else "" if fp8 else ", bfloat16"
+    weights = f", {packed.upper()}" if packed else "" if scaled else ", bfloat16"
     return Case(
         f"{groups} experts, about {rows} rows, {n} x {k}{weights}",
         operands,
         call,
-        {"out": FP8_SUMS if fp8 else BFLOAT16},
+        {"out": FP8_SUMS if scaled else BFLOAT16},
         counted=lambda operands, out: {"out": jnp.where(operands["held"], out, 0)},
         poisoned=poisoned,
-        exact=lambda operands: operands | {"x": widened(operands["x"])} if packed else widened(operands),
+        exact=lambda operands: operands | {"x": widened(operands["x"])} if dtype == INT4 else widened(operands),
         flops=2 * total * n * k,
-        bytes=int(total * k * (1 if fp8 else 2) + groups * n * k * itemsize) + 2 * total * n,
+        bytes=int(total * k * (1 if scaled else 2) + groups * n * k * itemsize) + 2 * total * n,
         key=(*kind, groups, rows, n, k),
     )
 

@@ -50,14 +50,18 @@ def check_plain(name: str, x: jax.Array, w: jax.Array, x_ndim: int) -> None:
     check_plain_dtypes(name, x, w)
 
 
-def check_fp8(name: str, x: jax.Array, x_scale: jax.Array, w: jax.Array, w_scale: jax.Array, x_ndim: int) -> None:
+def check_fp8(
+    name: str, x: jax.Array, x_scale: jax.Array, w: jax.Array | jax.ShapeDtypeStruct, w_scale: jax.Array, x_ndim: int
+) -> None:
     """Raises ValueError unless the four arrays are a block-scaled x (of `x_ndim` axes) and w [G, N, K]."""
     if x.ndim != x_ndim or w.ndim != 3 or x.shape[-1] != w.shape[-1]:
         raise ValueError(f"{name}: needs x of {x_ndim} axes and w [G, N, K] with one K, got {x.shape} and {w.shape}")
     check_operands(name, x, x_scale, w, w_scale)
 
 
-def check_operands(name: str, a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.Array) -> None:
+def check_operands(
+    name: str, a: jax.Array, a_scale: jax.Array, b: jax.Array | jax.ShapeDtypeStruct, b_scale: jax.Array
+) -> None:
     """Raises ValueError unless a [..., M, K] and b [..., N, K] are e4m3 and the scales float32 of matching shapes."""
     (m, k), n = a.shape[-2:], b.shape[-2]
     k_blocks = -(-k // BLOCK)

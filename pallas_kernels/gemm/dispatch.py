@@ -108,10 +108,11 @@ def kernel_of_plan(
 
 
 def _scales(x_scale, w_scale, lead) -> tuple:
-    return () if x_scale is None else (lead(_pad_scale(x_scale)), w_scale)
+    return () if x_scale is None else (lead(row_scales(x_scale)), w_scale)
 
 
-def _pad_scale(scale: jax.Array) -> jax.Array:
+def row_scales(scale: jax.Array) -> jax.Array:
+    """Returns the scales of rows with as many columns as TMA needs."""
     pad = -scale.shape[-1] % _SCALES_PER_LOAD
     return jnp.pad(scale, [(0, 0)] * (scale.ndim - 1) + [(0, pad)]) if pad else scale
 

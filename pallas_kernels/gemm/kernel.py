@@ -40,8 +40,6 @@ class Refs:
 
     x: Any
     w: Any
-    x_scale: Any
-    w_scale: Any
     out: Any
     schedule: tuple
     x_s: Any
@@ -50,8 +48,12 @@ class Refs:
     full: Any
     empty: Any
     second: Any = None
+    x_scale: Any = None
+    w_scale: Any = None
+    w_powers: Any = None
     x_scale_s: Any = None
     w_scale_s: Any = None
+    w_powers_s: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +100,18 @@ class GemmKernel(abc.ABC):
         return self.dtype.itemsize == 1
 
     @property
-    def num_scales(self) -> int:
-        """Number of scale operands: of the weights, or of activations and weights."""
-        return 2 if self.scaled else 0
+    def scale_names(self) -> tuple[str, ...]:
+        """The operands beside x and w, as fields of `Refs`."""
+        return ("x_scale", "w_scale") if self.scaled else ()
 
     @property
     def tile_k(self) -> int:
         """K of a stage: the widest swizzle, or a narrower one whose tiles divide K."""
         return whole_tile(_STAGE_BYTES_K // self.dtype.itemsize, self.shape_k, self.dtype)
+
+    @property
+    def weight_dtype(self) -> jnp.dtype:
+        return self.dtype
 
     @property
     def weight_k(self) -> int:
@@ -160,13 +166,13 @@ class GemmKernel(abc.ABC):
 
     def scratch(self) -> dict:
         swizzled = swizzle_transforms(self.dtype, self.tile_k)
-        w_swizzled = swizzle_transforms(self.dtype, self.weight_tile[1])
+        w_swizzled = swizzle_transforms(self.weight_dtype, self.weight_tile[1])
         barriers: dict[str, Any] = {"num_arrivals": 2, "num_barriers": self.depth}
         scratch = {
             "x_s": plgpu.SMEM((self.depth, self.tile_m, self.tile_k), self.dtype, transforms=swizzled),
-            "w_s": plgpu.SMEM((self.depth, *self.weight_tile), self.dtype, transforms=w_swizzled),
+            "w_s": plgpu.SMEM((self.depth, *self.weight_tile), self.weight_dtype, transforms=w_swizzled),
             "o_s": self.out_buffer(),
-            "full": plgpu.Barrier(num_arrivals=3 if self.num_scales else 2, num_barriers=self.depth),
+            "full": plgpu.Barrier(num_arrivals=3 if self.scale_names else 2, num_barriers=self.depth),
             "empty": plgpu.ClusterBarrier(collective_axes=("cluster",), **barriers)
             if self.cluster > 1
             else plgpu.Barrier(**barriers),
@@ -177,9 +183,10 @@ class GemmKernel(abc.ABC):
         return scratch
 
     def body(self, x, w, *rest, **scratch) -> None:
-        x_scale, w_scale = (None, None, *rest[: self.num_scales])[-2:]
-        *schedule_refs, out = rest[self.num_scales :]
-        refs = Refs(x, w, x_scale, w_scale, out, tuple(schedule_refs), **scratch)
+        count = len(self.scale_names)
+        scales = dict(zip(self.scale_names, rest[:count], strict=True))
+        *schedule_refs, out = rest[count:]
+        refs = Refs(x, w, out, tuple(schedule_refs), **scales, **scratch)
         warpgroup = lax.axis_index("wg")
 
         @pl.when(warpgroup == 2)
@@ -278,7 +285,7 @@ class GemmKernel(abc.ABC):
         w_k = pl.ds((tile.k_begin + i) * self.weight_k, self.weight_k)
         plgpu.copy_gmem_to_smem(self.w_block(refs, tile, w_k), refs.w_s.at[stage], full, collective_axes=shared_w)
         self.load_x(refs, tile, k, stage, shared_x)
-        if self.num_scales:
+        if self.scale_names:
             scale, to = self.scale_blocks(refs, tile, tile.k_begin + i, stage)
             plgpu.copy_gmem_to_smem(scale, to, full, collective_axes=shared_x)
 

@@ -11,7 +11,7 @@ from pallas_kernels.backend import traced_gpu
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.gpus import GpuKind
 from pallas_kernels.triton import call
-from pallas_kernels.triton.tiles import TritonTile, four_bit_tile, k_splits, product_tile, product_tiles
+from pallas_kernels.triton.tiles import TritonTile, fp4_tile, int4_tile, k_splits, product_tile, product_tiles
 
 DENSE = "dense product by Triton"
 """The kernel of measured tiles."""
@@ -43,14 +43,33 @@ def contiguous(x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dty
     return _product(gpu, tile, tiles_m, x[:, None], x_scale, w, w_scale, layout, group_offset, out)[0]
 
 
-def four_bit_contiguous(x, w, w_scale, tile_group, group_offset, tile_m) -> jax.Array:
-    """Multiplies aligned rows x [A, K] with their tiles' INT4 words (int32) or FP4 words (uint32) [G, N, K / 8]."""
-    (m, k), n = x.shape, w.shape[1]
-    tile = four_bit_tile(tile_m)
+def int4_contiguous(x, w, w_scale, tile_group, group_offset, tile_m) -> jax.Array:
+    """Multiplies aligned rows x [A, K] with their tiles' INT4 words [G, N, K / 8]."""
+    return _packed("product.int4", (x, w, w_scale), int4_tile(tile_m), tile_group, group_offset, tile_m, x.dtype)
+
+
+def fp4_contiguous(
+    x, x_scale, w, w_powers, w_scale, tile_group, group_offset, tile_m, out_dtype
+) -> jax.Array:  # fmt: skip
+    """Multiplies aligned rows x [A, K] with their tiles' FP4 words [G, N, K / 8]."""
+    gpu = traced_gpu()
+    x = x if gpu.fp8 else lax.bitcast_convert_type(x, jnp.uint8)
+    operands = x, x_scale, w, w_powers, w_scale
+    return _packed(
+        "product.fp4", operands, fp4_tile(tile_m), tile_group, group_offset, tile_m, out_dtype, BYTES=not gpu.fp8
+    )
+
+
+def _packed(
+    kernel: str, operands: tuple, tile: TritonTile, tile_group, group_offset, tile_m: int, out_dtype, **how
+) -> jax.Array:
+    """Starts a kernel of words [G, N, K / 8], which follow x [A, K] and its scales."""
+    (m, k), words = operands[0].shape, next(x for x in operands if x.ndim == 3)
+    n = words.shape[1]
     (result,) = call.start(
-        "product.four_bit",
-        (x, w, w_scale, tile_group.astype(jnp.int32), call.scalar(group_offset)),
-        (jax.ShapeDtypeStruct((m, n), x.dtype),),
+        kernel,
+        (*operands, tile_group.astype(jnp.int32), call.scalar(group_offset)),
+        (jax.ShapeDtypeStruct((m, n), out_dtype),),
         grid=(tile_group.shape[0] * _count(tile_m, tile.rows) * _count(n, tile.columns),),
         warps=tile.warps,
         stages=tile.stages,
@@ -58,10 +77,10 @@ def four_bit_contiguous(x, w, w_scale, tile_group, group_offset, tile_m) -> jax.
         N=n,
         K=k,
         TILE_ROWS=tile_m,
-        FP4=w.dtype == jnp.uint32,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         BAND=_BAND,
+        **how,
     )
     return result
 

@@ -81,15 +81,30 @@ def fp8_grouped_product(
     return _call("Fp8GroupedProduct", ((x.shape[0], w.shape[1]), out_dtype))(*operands)
 
 
-def four_bit_grouped_product(
+def fp4_grouped_product(
+    x: jax.Array,
+    x_scale: jax.Array,
+    w: jax.Array,
+    w_powers: jax.Array,
+    w_scale: jax.Array,
+    tile_group: jax.Array,
+    group_offset: jax.Array | int,
+    out_dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """Does `fp4_grouped_gemm_contiguous` with the bits of `fp8_grouped_product`."""
+    operands = (x, x_scale, w, w_powers, w_scale, tile_group.astype(jnp.int32), _index(group_offset))
+    return _call("Fp4GroupedProduct", ((x.shape[0], w.shape[1]), out_dtype))(*operands)
+
+
+def int4_grouped_product(
     x: jax.Array, w: jax.Array, w_scale: jax.Array, tile_group: jax.Array, group_offset: jax.Array | int
 ) -> jax.Array:
-    """Does `grouped_product` with weights of four bits; shapes are those of `int4_grouped_gemm_contiguous`.
+    """Does `grouped_product` with INT4 weights; shapes are those of `int4_grouped_gemm_contiguous`.
 
     The bits are those of the product with dequantized weights.
     """
     operands = (x, w, w_scale, tile_group.astype(jnp.int32), _index(group_offset))
-    return _call("FourBitGroupedProduct", ((x.shape[0], w.shape[1]), x.dtype))(*operands)
+    return _call("Int4GroupedProduct", ((x.shape[0], w.shape[1]), x.dtype))(*operands)
 
 
 def quantize_rows(x: jax.Array, power_of_two: bool) -> tuple[jax.Array, jax.Array]:

@@ -154,43 +154,76 @@ struct Scratch {
   std::vector<Line> lines;
 };
 
-// Writes `depth` values of a row of weights of four bits times their scales, which lie `stride` apart.
-template <typename W, typename T>
-inline void decode_four_bits(const W* words, const BFloat16* scale, int64_t stride, int64_t depth, T* out) {
+// Writes `depth` values of a row of INT4 weights times their scales, which lie `stride` apart.
+template <typename T>
+inline void decode_row(const Int4* words, const BFloat16* scale, int64_t stride, int64_t depth, T* out) {
   for (; depth > 0; depth -= kRun, words += kWordsOfRun) {
-    for (int64_t w = 0; w < kWordsOfRun; w += kCacheLine / sizeof(W)) fetch_ahead(words + w);
+    for (int64_t w = 0; w < kWordsOfRun; w += kCacheLine / sizeof(Int4)) fetch_ahead(words + w);
     for (int j = 0; j < kRun / kWordsOfRun; ++j, scale += stride, out += kWordsOfRun) {
       const float factor = widen(*scale);
 #pragma GCC unroll 4
       for (int64_t w = 0; w < kWordsOfRun; w += kLanes) {
-        store_vector(lowest(load<Words>(words + w) >> 4 * j, W()) * factor, out + w);
+        const Words bits = load<Words>(words + w) >> 4 * j & 15u;
+        store_vector((__builtin_convertvector((Ints)bits, Floats) - 8.0f) * factor, out + w);
       }
     }
   }
 }
 
-// Makes products with weights of four bits, which become values of T in the first cache: the bits are those of the product
-// with dequantized weights.
-template <typename T, typename W>
-void run(ffi::ThreadPool& pool, const std::vector<Product<T, W, T>>& products, const std::vector<const BFloat16*>& scales,
-         int64_t N, int64_t K) {
-  const int64_t row_words = K / (kRun / kWordsOfRun), row_bytes = row_words * sizeof(W);
+// Makes products with INT4 weights, which become values of T in the first cache: the bits are those of the product with
+// dequantized weights.
+template <typename T>
+void run(ffi::ThreadPool& pool, const std::vector<Product<T, Int4, T>>& products,
+         const std::vector<const BFloat16*>& scales, int64_t N, int64_t K) {
+  const int64_t row_words = K / (kRun / kWordsOfRun), row_bytes = row_words * sizeof(Int4);
   const int64_t width = std::max<int64_t>(kColumns, kTaskBytes / row_bytes / kColumns * kColumns);
   const int64_t parts = (N + width - 1) / width;
   for_each(pool, parts * products.size(), N * row_bytes * products.size() / kHelpedBytes, [&](int64_t i) {
-    const Product<T, W, T>& product = products[i / parts];
+    const Product<T, Int4, T>& product = products[i / parts];
     const BFloat16* scale = scales[i / parts];
     const int64_t first = i % parts * width, last = std::min(first + width, N);
     Scratch<T> decoded(kColumns * K);
     for (int64_t n = first; n < last; n += kColumns) {
       const int64_t count = std::min<int64_t>(kColumns, last - n);
       for (int64_t c = 0; c < count; ++c) {
-        decode_four_bits(product.w + (n + c) * row_words, scale + n + c, N, K, decoded.data() + c * K);
+        decode_row(product.w + (n + c) * row_words, scale + n + c, N, K, decoded.data() + c * K);
       }
       const Product<T, T, T> some = {product.x, decoded.data(), product.out + n, product.rows};
       part<false>(some, {K, K, K, N}, 0, count, true);
     }
   });
+}
+
+// e4m3 bytes of four codes, whose magnitudes are the lowest 16 bits of each word; `step` has a group's power in every lane. A
+// byte is 4 c + 8 of code c, 0 of code 0 and 8 of code 1, and the step where it is not 0. Signs are those of `sign`.
+inline Words e4m3_of(Words magnitudes, Words sign, Words step) {
+  Words codes = (magnitudes | magnitudes << 8) & 0x00ff00ffu;
+  codes = (codes | codes << 4) & 0x07070707u;
+  const Words some = (codes + 0x07070707u) >> 3 & 0x01010101u, more = (codes + 0x06060606u) >> 3 & 0x01010101u;
+  return (codes << 2) + some * (step + 4u) + (more << 2) | (sign & 0x80808080u);
+}
+
+// Writes `depth` e4m3 values of a row of FP4 weights; powers of neighboring blocks lie `stride` apart.
+inline void decode_row(const Fp4* words, const uint32_t* powers, int64_t stride, int64_t depth, E4M3* out) {
+  constexpr int kPairs = 8;  // words of two groups
+  for (; depth > 0; depth -= kBlock, words += kWordsOfBlock, powers += stride, out += kBlock) {
+    fetch_ahead(words);
+    for (int64_t w = 0; w < kWordsOfBlock; w += kLanes) {
+      Words step;
+      for (int i = 0; i < kLanes; ++i) step[i] = *powers >> ((w + i) / kPairs * 16 + i % 2 * 8) & 255u;
+      const Words bits = load<Words>(words + w);
+      const Words front = e4m3_of(bits & 0x7777u, bits, step), back = e4m3_of(bits >> 16 & 0x7777u, bits << 4, step);
+#if defined(__AVX512F__)
+      const Words pairs[] = {
+          lanes<Words, 0, 2, 4, 6, 16, 18, 20, 22, 1, 3, 5, 7, 17, 19, 21, 23>(front, back),
+          lanes<Words, 8, 10, 12, 14, 24, 26, 28, 30, 9, 11, 13, 15, 25, 27, 29, 31>(front, back)};
+#else
+      const Words pairs[] = {lanes<Words, 0, 2, 4, 6, 8, 10, 12, 14>(front, back),
+                             lanes<Words, 1, 3, 5, 7, 9, 11, 13, 15>(front, back)};
+#endif
+      std::memcpy(out + w * 8, pairs, sizeof(pairs));
+    }
+  }
 }
 
 // The scales of block-quantized operands: of x one per row and 128 of K, [K / 128, rows]; of a weight one per 128 x 128.
@@ -201,32 +234,44 @@ struct Scales {
 
 #if defined(DSV3_E4M3_PAIRS)
 
-// Columns `first` to `last`, which share their scales `w_scale`, one per 128 of K.
-template <typename O>
-void scaled_part(const Product<E4M3, E4M3, O>& product, const Scales& scale, const float* w_scale, int64_t N, int64_t K,
-                 int64_t first, int64_t last) {
-  static const Decoder decoder;
-  const int64_t depth = paired_depth(K), blocks = (K + kBlock - 1) / kBlock, rows = product.rows;
-  Scratch<BFloat16> scratch(rows * depth);
-  BFloat16* x = scratch.data();
-  std::vector<float> factors(blocks * rows);
-  for (int64_t m = 0; m < rows; ++m) {
-    decode_row(decoder, product.x + m * K, K, x + m * depth);
-    for (int64_t b = 0; b < blocks; ++b) factors[b * rows + m] = scale.x[b * scale.rows + m] * w_scale[b];
-  }
-  for (int64_t m = 0; m < rows; m += kRows) {
-    const auto with = [&](auto count) {
-      scaled_columns<count()>(decoder, x + m * depth, product.w, &factors[m], rows, product.out + m * N,
-                              {K, depth, K, N}, first, last);
-    };
-    switch (std::min<int64_t>(kRows, rows - m)) {
-      case 1: with(std::integral_constant<int, 1>()); break;
-      case 2: with(std::integral_constant<int, 2>()); break;
-      case 3: with(std::integral_constant<int, 3>()); break;
-      default: with(std::integral_constant<int, 4>());
+// Rows of e4m3 with the scales of columns that share theirs: `w_scale`, one per 128 of K.
+class ScaledRows {
+ public:
+  ScaledRows(const E4M3* x, const Scales& scale, const float* w_scale, int64_t rows, int64_t K)
+      : rows_(rows), depth_(paired_depth(K)), x_(rows * depth_), factors_((K + kBlock - 1) / kBlock * rows) {
+    for (int64_t m = 0; m < rows; ++m) {
+      decode_row(decoder(), x + m * K, K, x_.data() + m * depth_);
+      for (size_t b = 0; b < factors_.size() / rows; ++b) factors_[b * rows + m] = scale.x[b * scale.rows + m] * w_scale[b];
     }
   }
-}
+
+  // Columns `first` to `last` of the weight, of which w is column 0; `out` belongs to it.
+  template <typename O>
+  void columns(const E4M3* w, O* out, int64_t N, int64_t K, int64_t first, int64_t last, bool) {
+    for (int64_t m = 0; m < rows_; m += kRows) {
+      const auto with = [&](auto count) {
+        scaled_columns<count()>(decoder(), x_.data() + m * depth_, w, &factors_[m], rows_, out + m * N, {K, depth_, K, N},
+                                first, last);
+      };
+      switch (std::min<int64_t>(kRows, rows_ - m)) {
+        case 1: with(std::integral_constant<int, 1>()); break;
+        case 2: with(std::integral_constant<int, 2>()); break;
+        case 3: with(std::integral_constant<int, 3>()); break;
+        default: with(std::integral_constant<int, 4>());
+      }
+    }
+  }
+
+ private:
+  static const Decoder& decoder() {
+    static const Decoder decoder;
+    return decoder;
+  }
+
+  int64_t rows_, depth_;
+  Scratch<BFloat16> x_;
+  std::vector<float> factors_;
+};
 
 #else
 
@@ -245,32 +290,69 @@ inline void scaled(const E4M3* x, float factor, int64_t count, float* out) {
 }
 
 // The same with float32 rows, into which the scales are multiplied.
-template <typename O>
-void scaled_part(const Product<E4M3, E4M3, O>& product, const Scales& scale, const float* w_scale, int64_t N, int64_t K,
-                 int64_t first, int64_t last) {
-  const int64_t blocks = (K + kBlock - 1) / kBlock, depth = blocks * kBlock;
-  std::vector<float> x(product.rows * depth);
-  for (int64_t m = 0; m < product.rows; ++m) {
-    for (int64_t b = 0; b < blocks; ++b) {
-      const float both = scale.x[b * scale.rows + m] * w_scale[b];
-      const int64_t k = b * kBlock;
-      scaled(product.x + m * K + k, both * kE4M3Unit * kE4M3Unit, std::min(kBlock, K - k), &x[m * depth + k]);
+class ScaledRows {
+ public:
+  ScaledRows(const E4M3* x, const Scales& scale, const float* w_scale, int64_t rows, int64_t K)
+      : rows_(rows), depth_((K + kBlock - 1) / kBlock * kBlock), x_(rows * depth_) {
+    for (int64_t m = 0; m < rows; ++m) {
+      for (int64_t b = 0; b < depth_ / kBlock; ++b) {
+        const float both = scale.x[b * scale.rows + m] * w_scale[b];
+        const int64_t k = b * kBlock;
+        scaled(x + m * K + k, both * kE4M3Unit * kE4M3Unit, std::min(kBlock, K - k), &x_[m * depth_ + k]);
+      }
     }
   }
-  part<false>(Product<float, E4M3, O>{x.data(), product.w, product.out, product.rows}, {K, depth, K, N}, first, last);
-}
+
+  template <typename O>
+  void columns(const E4M3* w, O* out, int64_t N, int64_t K, int64_t first, int64_t last, bool cached) {
+    part<false>(Product<float, E4M3, O>{x_.data(), w, out, rows_}, {K, depth_, K, N}, first, last, cached);
+  }
+
+ private:
+  int64_t rows_, depth_;
+  std::vector<float> x_;
+};
 
 #endif
 
-// Makes products of e4m3. A task is 128 columns, which share their scales.
+// Calls `task(product, rows, first, last)` for tasks of 128 columns, which share their scales, with ScaledRows of theirs.
+template <typename W, typename O, typename Task>
+void for_each_block(ffi::ThreadPool& pool, const std::vector<Product<E4M3, W, O>>& products,
+                    const std::vector<Scales>& scales, int64_t N, int64_t K, int64_t bytes, const Task& task) {
+  const int64_t parts = (N + kBlock - 1) / kBlock, depth_blocks = (K + kBlock - 1) / kBlock;
+  for_each(pool, parts * products.size(), bytes * products.size() / kHelpedBytes, [&](int64_t i) {
+    const Product<E4M3, W, O>& product = products[i / parts];
+    const Scales& scale = scales[i / parts];
+    ScaledRows rows(product.x, scale, scale.w + i % parts * depth_blocks, product.rows, K);
+    const int64_t first = i % parts * kBlock;
+    task(i / parts, rows, first, std::min(first + kBlock, N));
+  });
+}
+
+// Makes products of e4m3.
 template <typename O>
 void run(ffi::ThreadPool& pool, const std::vector<Product<E4M3, E4M3, O>>& products, const std::vector<Scales>& scales,
          int64_t N, int64_t K) {
-  const int64_t parts = (N + kBlock - 1) / kBlock, depth_blocks = (K + kBlock - 1) / kBlock;
-  for_each(pool, parts * products.size(), N * K * products.size() / kHelpedBytes, [&](int64_t i) {
-    const Scales& scale = scales[i / parts];
-    const int64_t first = i % parts * kBlock;
-    scaled_part(products[i / parts], scale, scale.w + i % parts * depth_blocks, N, K, first, std::min(first + kBlock, N));
+  for_each_block(pool, products, scales, N, K, N * K, [&](int64_t i, ScaledRows& rows, int64_t first, int64_t last) {
+    rows.columns(products[i].w, products[i].out, N, K, first, last, false);
+  });
+}
+
+// Makes products with FP4 weights, which become e4m3 in the first cache: the bits are those of the product with e4m3.
+template <typename O>
+void run(ffi::ThreadPool& pool, const std::vector<Product<E4M3, Fp4, O>>& products,
+         const std::vector<const uint32_t*>& powers, const std::vector<Scales>& scales, int64_t N, int64_t K) {
+  constexpr int64_t kDecoded = 4;
+  const int64_t row_words = K / kBlock * kWordsOfBlock, bytes = N * row_words * sizeof(Fp4);
+  for_each_block(pool, products, scales, N, K, bytes, [&](int64_t i, ScaledRows& rows, int64_t first, int64_t last) {
+    Scratch<E4M3> decoded(kDecoded * K);
+    for (int64_t n = first; n < last; n += kDecoded) {
+      const int64_t count = std::min(kDecoded, last - n);
+      for (int64_t c = 0; c < count; ++c) {
+        decode_row(products[i].w + (n + c) * row_words, powers[i] + n + c, N, K, decoded.data() + c * K);
+      }
+      rows.columns(decoded.data(), products[i].out + n, N, K, 0, count, true);
+    }
   });
 }
 
@@ -378,33 +460,51 @@ ffi::Error fp8_grouped_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buff
   });
 }
 
-// As `grouped_product`, of words of four-bit weights: w [G, N, K / 8] int32 of INT4 or uint32 of FP4, w_scale [G, K / 32, N].
-ffi::Error four_bit_grouped_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                                    ffi::Buffer<ffi::BF16> w_scale, ffi::Buffer<ffi::S32> tile_group,
-                                    ffi::Buffer<ffi::S32> offset, ffi::Result<ffi::AnyBuffer> out) {
-  const auto made = [&](auto type, auto word) {
+// As `fp8_grouped_product`, of FP4: w [G, N, K / 8], w_powers [G, K / 128, N].
+ffi::Error fp4_grouped_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> x_scale,
+                               ffi::Buffer<ffi::U32> w, ffi::Buffer<ffi::U32> w_powers, ffi::Buffer<ffi::F32> w_scale,
+                               ffi::Buffer<ffi::S32> tile_group, ffi::Buffer<ffi::S32> offset,
+                               ffi::Result<ffi::AnyBuffer> out) {
+  if (x.element_type() != ffi::F8E4M3FN) return wrong("x must be e4m3");
+  return with_result(out, [&](auto result) {
+    typedef decltype(result) O;
+    const int64_t A = x.dimensions()[0], K = x.dimensions()[1], G = w.dimensions()[0], N = w.dimensions()[1];
+    std::vector<Product<E4M3, Fp4, O>> products;
+    std::vector<const uint32_t*> powers;
+    std::vector<Scales> scales;
+    runs_of(tile_group, offset, G, out, [&](int64_t first, int64_t rows, int64_t group) {
+      const Fp4* words = static_cast<const Fp4*>(w.untyped_data()) + group * (w.element_count() / G);
+      products.push_back({data<E4M3>(x) + first * K, words, data<O>(out) + first * N, rows});
+      powers.push_back(w_powers.typed_data() + group * (w_powers.element_count() / G));
+      scales.push_back(
+          {x_scale.typed_data() + first, w_scale.typed_data() + group * (w_scale.element_count() / G), A});
+    });
+    run(pool, products, powers, scales, N, K);
+    return ffi::Error::Success();
+  });
+}
+
+// As `grouped_product`, of INT4: w [G, N, K / 8], w_scale [G, K / 32, N].
+ffi::Error int4_grouped_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> w,
+                                ffi::Buffer<ffi::BF16> w_scale, ffi::Buffer<ffi::S32> tile_group,
+                                ffi::Buffer<ffi::S32> offset, ffi::Result<ffi::AnyBuffer> out) {
+  const auto made = [&](auto type) {
     typedef decltype(type) T;
-    typedef decltype(word) W;
     const int64_t K = x.dimensions()[1], G = w.dimensions()[0], N = w.dimensions()[1];
     const BFloat16* scale = reinterpret_cast<const BFloat16*>(w_scale.untyped_data());
-    std::vector<Product<T, W, T>> products;
+    std::vector<Product<T, Int4, T>> products;
     std::vector<const BFloat16*> scales;
     runs_of(tile_group, offset, G, out, [&](int64_t first, int64_t rows, int64_t group) {
-      const W* words = data<W>(w) + group * (w.element_count() / G);
+      const Int4* words = static_cast<const Int4*>(w.untyped_data()) + group * (w.element_count() / G);
       products.push_back({data<T>(x) + first * K, words, data<T>(out) + first * N, rows});
       scales.push_back(scale + group * (w_scale.element_count() / G));
     });
     run(pool, products, scales, N, K);
     return ffi::Error::Success();
   };
-  const auto with_words = [&](auto type) {
-    if (w.element_type() == ffi::S32) return made(type, Int4());
-    if (w.element_type() == ffi::U32) return made(type, Fp4());
-    return wrong("words must be int32 or uint32");
-  };
   if (out->element_type() != x.element_type()) return wrong("results are of the type of x");
-  if (x.element_type() == ffi::F32) return with_words(float());
-  if (x.element_type() == ffi::BF16) return with_words(BFloat16());
+  if (x.element_type() == ffi::F32) return made(float());
+  if (x.element_type() == ffi::BF16) return made(BFloat16());
   return wrong("x must be float32 or bfloat16");
 }
 
@@ -447,11 +547,23 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Fp8GroupedProduct, fp8_grouped_product,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(FourBitGroupedProduct, four_bit_grouped_product,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Fp4GroupedProduct, fp4_grouped_product,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::U32>>()
+                                  .Arg<ffi::Buffer<ffi::U32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Int4GroupedProduct, int4_grouped_product,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()

@@ -54,17 +54,20 @@ struct E4M3 {
   uint8_t bits;
 };
 
-// Words of eight weights of four bits, in the order of `pallas_kernels.int4`: the same bits of 32 words are 32 values of K,
-// which share a scale, and 32 words are 256 of K.
+// Words of eight INT4 weights, numbers minus 8, in the order of `pallas_kernels.int4`: the same bits of 32 words are 32 values of
+// K, which share a scale, and 32 words are 256 of K.
+struct Int4 {
+  uint32_t bits;
+};
+
 constexpr int64_t kWordsOfRun = 32, kRun = 256;
 
-struct Int4 {
-  uint32_t bits;  // values are numbers minus 8
+// Words of eight FP4 weights in the order of `pallas_kernels.fp4`: 16 words are 128 of K, with powers of four groups in a word.
+struct Fp4 {
+  uint32_t bits;
 };
 
-struct Fp4 {
-  uint32_t bits;  // values are codes of e2m1
-};
+constexpr int64_t kWordsOfBlock = 16;
 
 inline float widen(float x) { return x; }
 
@@ -135,20 +138,6 @@ inline Floats widened(const E4M3* from) {
   const Floats small = (Floats)(magnitude + (113u << 23)) - 0x1p-14f;
   const Words is_small = magnitude < (1u << 23);
   return (Floats)(((Words)small | (wide & 0x8000u) << 16) & is_small | (Words)normal & ~is_small);
-#endif
-}
-
-// The values of the lowest four bits of words.
-inline Floats lowest(Words words, Int4) { return __builtin_convertvector((Ints)(words & 15u), Floats) - 8.0f; }
-
-inline Floats lowest(Words words, Fp4) {
-#if defined(__AVX512F__)
-  const __m512 values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
-  return (Floats)_mm512_permutexvar_ps((__m512i)words, values);
-#else
-  // Exponent and mantissa in their places of a float whose exponent begins with 124: see `four_bit.fp4_values`.
-  const Floats f = (Floats)((words & 7u) << 22 | 124u << 23), g = 2 * f - 0.25f;
-  return (Floats)((Words)(4 * (f < g ? f : g)) | (words & 8u) << 28);
 #endif
 }
 

@@ -68,9 +68,14 @@ def product_tile(gpu: GpuKind, rows: int, itemsize: int) -> TritonTile:
     return TritonTile(block, columns, warps, _product_stages(gpu, block, columns, itemsize), _depth(itemsize))
 
 
-def four_bit_tile(rows: int) -> TritonTile:
-    """Returns the tile of a product with four-bit weights, of 256 of K at once: more rows or columns take registers."""
+def int4_tile(rows: int) -> TritonTile:
+    """Returns the tile of a product with INT4 weights, of 256 of K at once: more rows or columns take registers."""
     return TritonTile(min(power_of_two(rows), 64), 64, warps=4, stages=2, depth=256)
+
+
+def fp4_tile(rows: int) -> TritonTile:
+    """Returns the tile of a product with FP4 weights, of 128 of K at once."""
+    return TritonTile(min(power_of_two(rows), 64), 64, warps=4, stages=2, depth=128)
 
 
 def product_tiles(gpu: GpuKind, rows: int, itemsize: int) -> Iterator[TritonTile]:

@@ -149,7 +149,7 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
     "fp4_grouped_gemm_contiguous": (
         Backend.MOSAIC,
         functools.partial(grouped.fp4_grouped_gemm_contiguous, **TILE),
-        (of((T, K)), of((E, N, K // 8), U32), of((E, K // 32, N)), of((T // 16,), I32)),
+        (FP8_ROWS, FP8_SCALES, of((E, N, K // 8), U32), of((E, K // 128, N), U32), FP8_BLOCKS, of((T // 16,), I32)),
     ),
     "trained_gemm_contiguous": (
         Backend.MOSAIC,

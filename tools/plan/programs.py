@@ -35,7 +35,8 @@ from dsv3.model.params import Fp4Weight, Fp8Weight, Params, ParamSpec, declare
 from dsv3.model.tensor_parallel import arrange
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
-from pallas_kernels.int4 import GROUP, VALUES_PER_WORD
+from pallas_kernels.float8 import BLOCK
+from pallas_kernels.fp4 import VALUES_PER_WORD
 from sharding.collectives import limits_of
 from sharding.experts.placement import Placement
 from sharding.mesh import rank_mesh
@@ -274,11 +275,12 @@ def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
 
 
 def abstract_fp4(shape: tuple[int, ...]) -> Fp4Weight:
-    """Returns the shapes of words and scales of a weight `[..., N, K]` on devices."""
+    """Returns the shapes of a weight `[..., N, K]` on devices."""
     *lead, n, k = shape
     return Fp4Weight(
         jax.ShapeDtypeStruct((*lead, n, k // VALUES_PER_WORD), jnp.uint32),
-        jax.ShapeDtypeStruct((*lead, k // GROUP, n), jnp.bfloat16),
+        jax.ShapeDtypeStruct((*lead, k // BLOCK, n), jnp.uint32),
+        jax.ShapeDtypeStruct(scale_shape(shape), jnp.float32),
     )
 
 

@@ -11,7 +11,7 @@ from dsv3.model.layers import experts
 from dsv3.model.layers.experts import ExpertLayer, RouterStats
 from dsv3.model.layers.linear import Rows, fp8_rows, layer_slice, plain_rows
 from dsv3.model.layers.router import Routing
-from dsv3.model.params import Fp8Weight
+from dsv3.model.params import E4m3Weight
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 from sharding.experts.placement import Placement, choose_replicas
 from sharding.experts.rows import Experts, TokenRows
@@ -101,8 +101,8 @@ def count(ids: jax.Array, num_experts: int) -> jax.Array:
 
 
 def pack(x: Rows, layer: ExpertLayer) -> jax.Array | experts.Quantized:
-    """Returns the rows to send: quantized if the experts are FP8."""
-    if not isinstance(layer.params.gate_up, Fp8Weight):
+    """Returns the rows to send: quantized if the experts have e4m3 values."""
+    if not isinstance(layer.params.gate_up, E4m3Weight):
         return plain_rows(x)
     values, scale = fp8_rows(x, layer.numerics)
     return experts.Quantized(values, scale.T, x.dtype)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dsv3.model.layers.linear import Index, Numerics, Rows, clamp_gate_up, fp8_rows, layer_slice, plain_rows
 from dsv3.model.layers.router import Routing
-from dsv3.model.params import Fp4Weight, Fp8Weight, Int4Weight, MoeParams
+from dsv3.model.params import E4m3Weight, Fp4Weight, Int4Weight, MoeParams
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 from pallas_kernels import fp8, grouped
 from pallas_kernels.float8 import BLOCK
@@ -67,7 +67,7 @@ class RoutedExperts(Protocol):
 class ExpertActivations:
     """Rows between the two products of their experts: sorted by expert, each expert's rows padded to whole tiles."""
 
-    inner: jax.Array  # [A, I], e4m3 where the experts are FP8
+    inner: jax.Array  # [A, I], e4m3 where the experts have e4m3 values
     scale: jax.Array | None  # float32 scales of FP8 values
     order: grouped.GroupAlignment
     overflow: jax.Array | None  # [] int32, 1 if the pairs exceeded the capacity, else 0; None: they cannot
@@ -82,7 +82,7 @@ def moe(x: Rows | Quantized | Lines, routing: Routing, layer: ExpertLayer) -> tu
     `layer * E + e` in the stack, so no weight is copied and those of idle experts are not read.
 
     Args:
-      x: `[T, D]`; `Quantized` only if the experts are FP8, and `Lines` if it was received from other devices.
+      x: `[T, D]`; `Quantized` only for experts of e4m3 values, and `Lines` if it was received from other devices.
       routing: experts of this layer, each in 0..E-1; other ids (padding has -1) take no expert.
       layer: `params` are stacks `gate_up` `[L, E, 2 * I, D]` and `down` `[L, E, D, I]`; `index` may be traced.
 
@@ -125,14 +125,14 @@ def gate_up(x: Rows | Quantized | Lines, routing: Routing, layer: ExpertLayer) -
     rest = order, overflow, routing.weights, dtype
     token = order.source_row // K  # [A], T where the aligned row is padding
     tiles = _tiles(order, layer)
-    if not isinstance(params.gate_up, Fp8Weight):
-        assert not isinstance(x, Quantized), "rows are quantized only for FP8 experts"
+    if not isinstance(params.gate_up, E4m3Weight):
+        assert not isinstance(x, Quantized), "rows are quantized only for experts of e4m3 values"
         product = clamp_gate_up(
             _product(_gather(x if isinstance(x, Lines) else plain_rows(x), token), params.gate_up, tiles, layer),
             numerics,
         )
         return ExpertActivations(swiglu(product, backend=numerics.backend), None, *rest)
-    product = _fp8_product(*_aligned_fp8(x, token, numerics), params.gate_up, dtype, tiles)
+    product = _scaled_product(*_aligned_fp8(x, token, numerics), params.gate_up, dtype, tiles)
     how: dict[str, Any] = {"limit": numerics.swiglu_limit, "ue8m0": numerics.ue8m0, "backend": numerics.backend}
     values, scale = fp8.swiglu_quantize(product, used_rows=order.needed, **how)
     return ExpertActivations(values, scale, *rest)
@@ -158,9 +158,9 @@ def _gather(x: jax.Array | Lines, token: jax.Array) -> jax.Array:
 def down(activations: ExpertActivations, layer: ExpertLayer) -> jax.Array:
     """Runs the second half of `moe`: the down projections, and the sum of each token `[T, D]`."""
     params, tiles = layer.params, _tiles(activations.order, layer)
-    if isinstance(params.down, Fp8Weight):
-        assert activations.scale is not None, "FP8 experts quantize the activations between their products"
-        out = _fp8_product(activations.inner, activations.scale, params.down, activations.dtype, tiles)
+    if isinstance(params.down, E4m3Weight):
+        assert activations.scale is not None, "experts of e4m3 values quantize the activations between their products"
+        out = _scaled_product(activations.inner, activations.scale, params.down, activations.dtype, tiles)
     else:
         out = _product(activations.inner, params.down, tiles, layer)
     return weighted_sum(out, activations).astype(activations.dtype)
@@ -194,12 +194,8 @@ def _num_experts(params: MoeParams) -> int:
     return jax.tree.leaves(params.gate_up)[0].shape[1]
 
 
-def _product(
-    rows: jax.Array, weight: jax.Array | Int4Weight | Fp4Weight, tiles: dict[str, Any], layer: ExpertLayer
-) -> jax.Array:
+def _product(rows: jax.Array, weight: jax.Array | Int4Weight, tiles: dict[str, Any], layer: ExpertLayer) -> jax.Array:
     """Multiplies rows that are not quantized."""
-    if isinstance(weight, Fp4Weight):
-        return grouped.fp4_grouped_gemm_contiguous(rows, _merge(weight.data), _merge(weight.scale), **tiles)
     if isinstance(weight, Int4Weight):
         return grouped.int4_grouped_gemm_contiguous(rows, _merge(weight.data), _merge(weight.scale), **tiles)
     if layer.numerics.fp8_products:
@@ -208,11 +204,15 @@ def _product(
     return grouped.grouped_gemm_contiguous(rows, _merge(weight), **tiles)
 
 
-def _fp8_product(
-    values: jax.Array, scale: jax.Array, weight: Fp8Weight, dtype: jnp.dtype, tiles: dict[str, Any]
+def _scaled_product(
+    values: jax.Array, scale: jax.Array, weight: E4m3Weight, dtype: jnp.dtype, tiles: dict[str, Any]
 ) -> jax.Array:
-    data, block_scale = _merge(weight.data), _merge(weight.scale)
-    return grouped.fp8_grouped_gemm_contiguous(values, scale, data, block_scale, out_dtype=dtype, **tiles)
+    """Multiplies quantized rows."""
+    rows, data, block_scale = (values, scale), _merge(weight.data), _merge(weight.scale)
+    if isinstance(weight, Fp4Weight):
+        powers = _merge(weight.powers)
+        return grouped.fp4_grouped_gemm_contiguous(*rows, data, powers, block_scale, out_dtype=dtype, **tiles)
+    return grouped.fp8_grouped_gemm_contiguous(*rows, data, block_scale, out_dtype=dtype, **tiles)
 
 
 def _merge(stack: jax.Array) -> jax.Array:

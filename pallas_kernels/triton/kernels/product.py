@@ -67,15 +67,15 @@ def product(
 
 
 @triton.jit
-def four_bit(
+def int4(
     x_ptr, w_ptr, w_scale_ptr, tile_group_ptr, first_group_ptr, rows, out_ptr,
-    N: tl.constexpr, K: tl.constexpr, TILE_ROWS: tl.constexpr, FP4: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BAND: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BAND: tl.constexpr,
 ):  # fmt: skip
     """Multiplies a tile of x [rows, K] with words [groups, N, K / 8] of its group, and scales [groups, K / 32, N].
 
-    Tiles and groups are those of `product`. The same four bits of 32 words are 32 columns: INT4 numbers, or FP4 codes.
-    A weight is rounded once to x's type.
+    Tiles and groups are those of `product`. The same four bits of 32 words are 32 columns. A weight is rounded once to
+    x's type.
     """
     tile_m, tile_n = _tile(tl.program_id(0), N, BLOCK_M, BLOCK_N, BAND)
     per_tile: tl.constexpr = (TILE_ROWS + BLOCK_M - 1) // BLOCK_M
@@ -94,18 +94,80 @@ def four_bit(
     for run in tl.range(0, K // 256):
         words = tl.load(w_tile + run * 32, mask=in_n[None, :], other=0)
         for part in tl.static_range(8):
-            bits = (words >> (4 * part)) & 15
+            values = ((words >> (4 * part)) & 15).to(tl.float32) - 8
             scale = tl.load(scales + (run * 8 + part) * N, mask=in_n, other=0.0).to(tl.float32)
-            if FP4:  # two bits of exponent, above 126, and one of mantissa of a float32
-                f = (((bits & 7) << 22) + (126 << 23)).to(tl.float32, bitcast=True)
-                f = tl.minimum(f, 2 * f - 1)
-                values = tl.where(bits >= 8, -f, f)
-            else:
-                values = bits.to(tl.float32) - 8
             x = tl.load(x_tile + run * 256 + part * 32, mask=in_m[:, None], other=0.0)
             total = tl.dot(x, (values * scale[None, :]).to(x.dtype), total)
     place = m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+
+
+@triton.jit
+def fp4(
+    x_ptr, x_scale_ptr, w_ptr, w_powers_ptr, w_scale_ptr, tile_group_ptr, first_group_ptr, rows, out_ptr,
+    N: tl.constexpr, K: tl.constexpr, TILE_ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """Multiplies a tile of e4m3 x [rows, K] with FP4 words of its group: `pallas_kernels.fp4`.
+
+    Tiles, groups, scales and BYTES are those of `product`; words are [groups, N, K / 8], and powers
+    [groups, K / 128, N].
+    """
+    tile_m, tile_n = _tile(tl.program_id(0), N, BLOCK_M, BLOCK_N, BAND)
+    per_tile: tl.constexpr = (TILE_ROWS + BLOCK_M - 1) // BLOCK_M
+    tile = tile_m // per_tile
+    of_tile = tl.load(tile_group_ptr + tile)
+    if of_tile < 0:
+        return
+    group = (tl.load(first_group_ptr) + of_tile).to(tl.int64)
+    m = tile * TILE_ROWS + tile_m % per_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    n, k, word = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, 128), tl.arange(0, 16)
+    in_m, in_n = m < (tile + 1) * TILE_ROWS, n < N
+    x_tile = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
+    w_tile = w_ptr + (group * N + n)[:, None] * (K // 8) + word[None, :]
+    blocks: tl.constexpr = K // 128
+    powers_tile = w_powers_ptr + group * blocks * N + n
+    w_scale_tile = w_scale_ptr + (group * ((N + 127) // 128) + n // 128) * blocks
+    shift = 8 * (2 * (word // 8) + word % 2)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for block in tl.range(0, blocks):
+        x = tl.load(x_tile + block * 128, mask=in_m[:, None], other=0.0)
+        words = tl.load(w_tile + block * 16, mask=in_n[:, None], other=0)
+        powers = tl.load(powers_tile + block * N, mask=in_n, other=0)
+        step = (powers[:, None] >> shift[None, :]) & 255
+        first, second = _e4m3(words & 0x7777, words, step), _e4m3((words >> 16) & 0x7777, words << 4, step)
+        w = _columns(first, second, BLOCK_N)
+        if BYTES:
+            x, w = widen(x), widen(w)
+        else:
+            w = w.to(x.dtype, bitcast=True)
+        x_scale = tl.load(x_scale_ptr + block * rows + m, mask=in_m, other=0.0)
+        w_scale = tl.load(w_scale_tile + block, mask=in_n, other=0.0)
+        total += tl.dot(x, tl.trans(w)) * (x_scale[:, None] * w_scale[None, :])
+    place = m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+
+
+@triton.jit
+def _e4m3(magnitudes, sign, step):
+    """Returns four e4m3 bytes in a word for four codes, whose magnitudes are its lowest 16 bits.
+
+    A byte is 4 c + 8 of code c, 0 of code 0 and 8 of code 1, and the group's `step` where it is not 0.
+    """
+    codes = (magnitudes | (magnitudes << 8)) & 0x00FF00FF
+    codes = (codes | (codes << 4)) & 0x07070707
+    some, more = ((codes + 0x07070707) >> 3) & 0x01010101, ((codes + 0x06060606) >> 3) & 0x01010101
+    return ((codes << 2) + some * (step + 4) + (more << 2)) | (sign & 0x80808080)
+
+
+@triton.jit
+def _columns(first, second, ROWS: tl.constexpr):
+    """Returns bytes [ROWS, 128] in the order of columns, from words of the two halves of groups, [ROWS, 16]."""
+    words = tl.join(first, second).reshape(ROWS, 2, 4, 2, 2)  # pairs of groups, four columns, group, half
+    words = tl.permute(words, (0, 1, 3, 4, 2)).reshape(ROWS, 32)
+    low = tl.join(words & 255, (words >> 16) & 255)
+    high = tl.join((words >> 8) & 255, words >> 24)
+    return tl.join(low, high).reshape(ROWS, 128).to(tl.uint8)  # bytes 0 and 1, then 2 and 3
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from dsv3.config.hugging_face import from_hf, load_config
 from dsv3.config.model import ModelConfig
 from dsv3.model.params import Fp4Weight, declare
 from dsv3.model.tensor_parallel import arrange
-from pallas_kernels.grouped import dequantize_four_bit
+from pallas_kernels.fp4 import to_e4m3
 from sharding.mesh import partition, rank_mesh
 from tests.dsv3.checkpoint import deepseek_v4 as v4
 from tests.dsv3.checkpoint import hf
@@ -61,8 +61,13 @@ def multiplied(arrays: Arrays) -> Arrays:
         data, scale = arrays[f"{path}.data"].astype(np.float32), arrays[f"{path}.scale"]
         assert arrays[f"{path}.data"].dtype == hf.E4M3 and scale.dtype == np.float32
         result.pop(f"{path}.scale", None)
-        result[path] = data * scale.repeat(128, -2).repeat(128, -1)[..., : data.shape[-2], : data.shape[-1]]
+        result[path] = data * of_blocks(scale, data.shape)
     return result
+
+
+def of_blocks(scale: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """The scale of each value."""
+    return np.asarray(scale).repeat(128, -2).repeat(128, -1)[..., : shape[-2], : shape[-1]]
 
 
 @pytest.mark.parametrize("published", [FLASH, PRO, v4.DSPARK], ids=["Flash", "Pro", "DSpark"])
@@ -123,16 +128,14 @@ def test_experts_stay_fp4(directories: Path, tmp_path: Path) -> None:
         ("mtp.layers.moe.down", loaded.mtp.layers.moe.down),
     ):
         assert isinstance(weight, Fp4Weight)
-        assert weight.data.nbytes + weight.scale.nbytes == expected[path].size * 4.5 / 8
-        found = jax.jit(dequantize_four_bit, static_argnums=2)(weight.data, weight.scale, "float32")
-        np.testing.assert_array_equal(found, expected[path])
-    apart = hf.write(tmp_path, changed("layers.3.ffn.experts.1.w3.scale", far_below()), shards=1)
-    load_params(apart, cfg, dtype="float32", fp4="keep", progress=False)
+        assert weight.data.nbytes + weight.powers.nbytes == expected[path].size * 4.25 / 8
+        values = np.asarray(jax.jit(to_e4m3)(weight.data, weight.powers)).astype(np.float32)
+        np.testing.assert_array_equal(values * of_blocks(weight.scale, values.shape), expected[path])
 
 
 def test_narrow_experts_cannot_stay_fp4(tmp_path: Path) -> None:
-    narrow = from_hf(v4.PREVIEW | {"moe_intermediate_size": 128})
-    with pytest.raises(ValueError, match=r"multiples of 256 values, but moe\.moe\.down has 128; choose 'fp8'"):
+    narrow = from_hf(v4.PREVIEW | {"hidden_size": 192})
+    with pytest.raises(ValueError, match=r"multiples of 128 values, but moe\.moe\.gate_up has 192; choose 'fp8'"):
         load_params(
             hf.write(tmp_path, v4.random_tensors(narrow), shards=1), narrow, dtype="float32", fp4="keep", progress=False
         )
@@ -218,7 +221,7 @@ def test_replicas_over_devices(directories: Path, how: str) -> None:
     experts = {path for path, spec in layout.leaves(cfg).items() if "experts" in spec.axes}
     for path, got in by_path(cfg, found).items():
         want = whole[path]
-        if path.removesuffix(".data").removesuffix(".scale") in experts:
+        if path.removesuffix(".data").removesuffix(".powers").removesuffix(".scale") in experts:
             chosen = phy2log[:5] if path.startswith("moe.") else phy2log[5:]
             want = want[np.arange(len(chosen))[:, None], chosen]
         assert got.tobytes() == want.tobytes() and got.shape == want.shape, path
@@ -278,11 +281,11 @@ def stored(name: str) -> np.ndarray:
 WQ_B, W1, TABLE = "layers.2.attn.wq_b", "layers.3.ffn.experts.1.w1", "layers.1.ffn.gate.tid2eid"
 
 
-def far_below() -> np.ndarray:
-    """Scales of w3, of which one is 15 places below the largest of its block."""
+def far_below(places: int = 15) -> np.ndarray:
+    """Scales of w3, of which one is so many places below the largest of its block."""
     scale = stored("layers.3.ffn.experts.1.w3.scale").astype(np.float32)
     scale[:] = 1
-    scale[100, 5] = 2.0**-15
+    scale[100, 5] = 2.0**-places
     return scale.astype(hf.E8M0)
 
 
@@ -345,6 +348,17 @@ DAMAGE = {
 def test_damage_is_named(tmp_path: Path, damaged: hf.Tensors, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         load(hf.write(tmp_path, damaged, shards=1), from_hf(FORMS["FP4"]))
+
+
+def test_groups_that_are_too_far_apart_to_stay_fp4_become_fp8(tmp_path: Path) -> None:
+    apart = changed("layers.3.ffn.experts.1.w3.scale", far_below(12))
+    directory, cfg = hf.write(tmp_path, apart, shards=1), from_hf(FORMS["FP4"])
+    with pytest.raises(
+        CheckpointError, match=r"w3\.weight: row 100, .*'keep' has room for 2\*\*-11; load with fp4='fp8'"
+    ):
+        load(directory, cfg, fp4="keep")
+    loaded = multiplied(load(directory, cfg))
+    np.testing.assert_array_equal(loaded["moe.moe.gate_up"], v4.expected(cfg, apart)["moe.moe.gate_up"])
 
 
 def test_groups_that_are_too_far_apart_are_dequantized(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dsv3.checkpoint.fp4 import MAX_SPREAD, decode, to_fp8
-from pallas_kernels.int4 import FP4_VALUES
+from dsv3.checkpoint.fp4 import MAX_SPREAD, Fp4Mode, decode, to_fp8, to_words
+from pallas_kernels.fp4 import VALUES, to_e4m3
 
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
@@ -34,7 +34,7 @@ def of_blocks(data: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 def test_codes_are_those_of_ml_dtypes() -> None:
     expected = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    assert np.array_equal(FP4_VALUES, expected) and np.array_equal(np.signbit(FP4_VALUES), np.signbit(expected))
+    assert np.array_equal(VALUES, expected) and np.array_equal(np.signbit(VALUES), np.signbit(expected))
 
 
 def test_the_low_half_of_a_byte_is_the_even_column() -> None:
@@ -49,6 +49,15 @@ def fp8(codes: np.ndarray, exponents: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return np.asarray(made.data), np.asarray(made.scale), np.asarray(spread)
 
 
+def words(codes: np.ndarray, exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same of `to_words`, whose words become values again."""
+    made, spread = jax.jit(to_words)(packed(codes), scales(exponents))
+    return np.asarray(jax.jit(to_e4m3)(made.data, made.powers)), np.asarray(made.scale), np.asarray(spread)
+
+
+MODES = {"fp8": fp8, "keep": words}
+
+
 def test_every_byte_under_every_scale() -> None:
     """Float32 on a device has no numbers below 2**-126, and e8m0 reaches 6 * 2**127."""
     codes = np.arange(256)[:, None] >> np.array([0, 4] * 16)[None] & 15
@@ -57,27 +66,30 @@ def test_every_byte_under_every_scale() -> None:
     assert np.array_equal(found, multiplied(np.tile(codes, 251), exponents))
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("largest", [-100, -7, 0, 5, 125])
-def test_every_code_at_every_distance_that_fp8_has_room_for(largest: int) -> None:
-    codes = np.tile(np.arange(16), (MAX_SPREAD + 1, 8))  # a row per distance; the block's other columns are the largest
-    exponents = np.full((MAX_SPREAD + 1, 4), largest)
-    exponents[:, 1] = largest - np.arange(MAX_SPREAD + 1)
-    data, scale, spread = fp8(codes, exponents)
+def test_every_code_at_every_distance_that_a_block_has_room_for(largest: int, mode: Fp4Mode) -> None:
+    distances = MAX_SPREAD[mode] + 1
+    codes = np.tile(np.arange(16), (distances, 8))  # a row per distance; the block's other columns are the largest
+    exponents = np.full((distances, 4), largest)
+    exponents[:, 1] = largest - np.arange(distances)
+    data, scale, spread = MODES[mode](codes, exponents)
     assert np.array_equal(spread, largest - exponents)
     assert np.array_equal(of_blocks(data, scale), multiplied(codes, exponents))
     assert np.array_equal(np.signbit(data.astype(np.float32)), codes > 7)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("code", range(16))
-def test_one_place_more_is_reported_unless_it_holds_zeros(code: int) -> None:
-    codes = np.full((3, 64), 1)
-    codes[2, 32:] = code
-    exponents = np.zeros((3, 2), np.int64)
-    exponents[2, 1] = -MAX_SPREAD - 1
-    data, scale, spread = fp8(codes, exponents)
-    assert spread[2, 1] == (MAX_SPREAD + 1 if code & 7 else 0) and not spread[:2].any()
+def test_one_place_more_is_reported_unless_it_holds_zeros(code: int, mode: Fp4Mode) -> None:
+    codes = np.full((3, 128), 1)
+    codes[2, 32:64] = code
+    exponents = np.zeros((3, 4), np.int64)
+    exponents[2, 1] = -MAX_SPREAD[mode] - 1
+    data, scale, spread = MODES[mode](codes, exponents)
+    assert spread[2, 1] == (MAX_SPREAD[mode] + 1 if code & 7 else 0) and not spread[:2].any()
     if not code & 7:
-        assert not of_blocks(data, scale)[2, 32:].any()
+        assert not of_blocks(data, scale)[2, 32:64].any()
 
 
 def test_blocks_at_the_edges_have_scales_of_their_own() -> None:

@@ -15,7 +15,7 @@ from dsv3.checkpoint import CheckpointError, convert_checkpoint, load_params, sa
 from dsv3.config.hugging_face import load_config, to_hf
 from dsv3.model.params import Fp8Weight, Int4Weight, Params
 from pallas_kernels.fp8 import dequantize_128x128
-from pallas_kernels.grouped import dequantize_four_bit
+from pallas_kernels.grouped import dequantize_int4
 from tests.dsv3.checkpoint import hf, int4
 
 CFG = int4.config()
@@ -52,7 +52,7 @@ def test_kept_words_stand_for_the_dequantized_model(directories: Path) -> None:
     for weight, real in zip(experts(loaded), experts(wanted), strict=True):
         assert isinstance(weight, Int4Weight) and (weight.data.dtype, weight.scale.dtype) == (jnp.int32, jnp.bfloat16)
         assert weight.data.nbytes + weight.scale.nbytes == real.size * 4.5 / 8
-        np.testing.assert_array_equal(dequantize_four_bit(weight.data, weight.scale, jnp.float32), real)
+        np.testing.assert_array_equal(dequantize_int4(weight.data, weight.scale, jnp.float32), real)
     np.testing.assert_array_equal(loaded.moe.moe.shared.gate_up, wanted.moe.moe.shared.gate_up)
 
 

@@ -13,12 +13,12 @@ _PAIRS = (Fp4Weight, Fp8Weight)
 
 
 def by_path(cfg: ModelConfig, params: Params) -> dict[str, np.ndarray]:
-    """Host arrays by dotted path; an FP8 or FP4 weight gives two, at ".data" and ".scale"."""
+    """Host arrays by dotted path; an FP8 or FP4 weight gives its fields, such as ".data"."""
     flat = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, _PAIRS))
     result = {}
     for path, leaf in zip(layout.leaves(cfg), flat, strict=True):
         if isinstance(leaf, _PAIRS):
-            result |= {f"{path}.data": np.asarray(leaf.data), f"{path}.scale": np.asarray(leaf.scale)}
+            result |= {f"{path}.{name}": np.asarray(array) for name, array in vars(leaf).items()}
         else:
             result[path] = np.asarray(leaf)
     return result

@@ -209,7 +209,7 @@ def test_windows_and_entries_may_be_fp8(monkeypatch: pytest.MonkeyPatch) -> None
     seen = "each token attends to 128 tokens and, of entries that are chosen, 512 at most"
     assert line.endswith(f"; FP4 experts stay FP4; {seen}")
     assert "; FP4 experts as FP8; " in describe(FLASH, found, Backend.TRITON, "fp8")
-    assert "; FP4 experts stay FP4, by jax.numpy; " in describe(FLASH, found, Backend.TRITON)
+    assert "; FP4 experts stay FP4; " in describe(FLASH, found, Backend.TRITON, "keep")
     monkeypatch.setattr("dsv3.engine.description.has_jax_triton", lambda: False)
     absent = "; mixing of streams and norm of queries by jax.numpy, because jax-triton is not installed"
     assert absent in describe(FLASH, found, Backend.MOSAIC) and absent not in describe(PLAIN, found, Backend.MOSAIC)

@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
-from pallas_kernels.gemm.four_bit import four_bit_contiguous, int4_values
+from pallas_kernels.gemm.int4 import int4_contiguous, int4_values
 from pallas_kernels.grouped import int4_grouped_gemm_contiguous
 from pallas_kernels.int4 import interleave
 from tests.pallas_kernels import int4_weights
@@ -46,7 +46,7 @@ def test_contiguous(tile_group, tile_m, stages) -> None:
     poisoned[unused] = np.nan
 
     def fn(x, words, scale, tile_group, offset):
-        return four_bit_contiguous(x, words, scale, tile_group, offset, tile_m, stages=stages, num_sms=NUM_BLOCKS)
+        return int4_contiguous(x, words, scale, tile_group, offset, tile_m, stages=stages, num_sms=NUM_BLOCKS)
 
     out = interpret(fn, x, words, poisoned.swapaxes(1, 2), jnp.array(tile_group), jnp.int32(2))
     weight = int4_weights.real(values, scale).astype(int4_weights.BF16).astype(np.float64)

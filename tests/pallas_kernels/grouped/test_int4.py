@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.backend import Backend
-from pallas_kernels.grouped import dequantize_four_bit, int4_grouped_gemm_contiguous
+from pallas_kernels.grouped import dequantize_int4, int4_grouped_gemm_contiguous
 from pallas_kernels.int4 import interleave
 from tests.pallas_kernels import int4_weights
 from tests.pallas_kernels.numerics import calc_diff
@@ -25,7 +25,7 @@ def test_words_of_compressed_tensors_dequantize_to_its_values() -> None:
         golden = dict(file)
     assert golden["packed"].dtype == np.int32 and golden["packed"].shape == (6, 64)
     scale = golden["scale"].view(ml_dtypes.bfloat16)
-    weight = dequantize_four_bit(interleave(golden["packed"]), jnp.asarray(scale.T), jnp.bfloat16)
+    weight = dequantize_int4(interleave(golden["packed"]), jnp.asarray(scale.T), jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(weight).view(np.uint16), golden["weight"])
     values, scales = int4_weights.quantize(golden["original"])
     np.testing.assert_array_equal(int4_weights.pack(values), golden["packed"])

@@ -13,12 +13,13 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.dense import head_gemm, layer_gemm, plain_gemm
 from pallas_kernels.fp8 import fp8_gemm, quantize_1x128
 from pallas_kernels.grouped import (
-    dequantize_four_bit,
+    dequantize_int4,
     fp4_grouped_gemm_contiguous,
     fp8_grouped_gemm_contiguous,
     grouped_gemm_contiguous,
     int4_grouped_gemm_contiguous,
 )
+from tests.pallas_kernels import fp4_weights
 from tests.pallas_kernels.numerics import activation, weight
 
 pytestmark = pytest.mark.skipif(not native.library().targets, reason=native.library().reason)
@@ -77,19 +78,32 @@ def test_grouped_product_and_rows_without_a_group(tile_m, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(7, 256), (130, 512)])
-@pytest.mark.parametrize("multiply", [int4_grouped_gemm_contiguous, fp4_grouped_gemm_contiguous])
-def test_four_bit_products_have_the_bits_of_dequantized_weights(multiply, n, k, dtype):
+def test_int4_products_have_the_bits_of_dequantized_weights(n, k, dtype):
     """Every code, experts without rows, tiles without a group, and scales of unused experts that are NaN."""
-    word = jnp.uint32 if multiply is fp4_grouped_gemm_contiguous else jnp.int32
     random_bits = np.random.default_rng(0)
-    words = jnp.asarray(random_bits.integers(0, 2**32, (6, n, k // 8), np.uint32).view(word))
+    words = jnp.asarray(random_bits.integers(0, 2**32, (6, n, k // 8), np.uint32).view(np.int32))
     scale = jnp.asarray(random_bits.uniform(0.5, 2, (6, k // 32, n)), jnp.bfloat16)
     tile_group, how = jnp.array([2, 2, -1, 0]), {"tile_m": 3, "group_offset": 3, "backend": NATIVE}
     x = random(1, 12, k, dtype=dtype)
     used = jnp.isin(jnp.arange(6), jnp.array([3, 5]))[:, None, None]
-    out = multiply(x, words, jnp.where(used, scale, jnp.nan), tile_group, **how)
-    dequantized = dequantize_four_bit(words, scale, dtype)
+    out = int4_grouped_gemm_contiguous(x, words, jnp.where(used, scale, jnp.nan), tile_group, **how)
+    dequantized = dequantize_int4(words, scale, dtype)
     np.testing.assert_array_equal(out, grouped_gemm_contiguous(x, dequantized, tile_group, **how))
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 7, 128), (3, 131, 384)])
+def test_fp4_products_have_the_bits_of_fp8_ones(rows, n, k, out_dtype):
+    """Every code at every place, experts without rows, tiles without a group, and unused experts that are NaN."""
+    codes, places, scale = fp4_weights.random_weight(0, 6, n, k)
+    tile_group, how = jnp.array([2, 2, -1, 0]), {"tile_m": rows, "group_offset": 3, "out_dtype": out_dtype}
+    x, x_scale, _ = activation(1, 4 * rows, k)
+    used = jnp.isin(jnp.arange(6), jnp.array([3, 5]))[:, None, None]
+    weight = fp4_weights.words(codes), fp4_weights.powers(places), jnp.where(used, scale, jnp.nan)
+    out = fp4_grouped_gemm_contiguous(x, x_scale, *weight, tile_group, **how, backend=NATIVE)
+    values = fp4_weights.real(codes, places, np.ones_like(scale), np.float32).astype(jnp.float8_e4m3fn)
+    wanted = fp8_grouped_gemm_contiguous(x, x_scale, values, scale, tile_group, **how, backend=NATIVE)
+    np.testing.assert_array_equal(out, wanted)
 
 
 def test_a_tile_without_a_group_reads_no_weight():

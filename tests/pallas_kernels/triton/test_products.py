@@ -91,17 +91,30 @@ def test_contiguous(tile_group, tile_m, fp8):
 
 
 @pytest.mark.parametrize(("tile_group", "tile_m"), GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize("word", ["int4", "fp4"])
-def test_four_bits(tile_group, tile_m, word):
+def test_int4(tile_group, tile_m):
     """Every code, against float64; scales of idle groups are NaN, and never read."""
-    rows, n, k, oracle = len(tile_group) * tile_m, 72, 512, {"int4": int4_weights, "fp4": fp4_weights}[word]
-    (x, x_true), (codes, scale) = bfloat16(0, rows, k), oracle.random_weight(1, 5, n, k)
-    true = oracle.real(codes, scale)
+    rows, n, k = len(tile_group) * tile_m, 72, 512
+    (x, x_true), (codes, scale) = bfloat16(0, rows, k), int4_weights.random_weight(1, 5, n, k)
+    true = int4_weights.real(codes, scale)
     scale[[group for group in range(5) if group - 2 not in tile_group]] = np.nan
-    words = fp4_weights.words(codes) if word == "fp4" else interleave(int4_weights.pack(codes))
-    multiply = fp4_grouped_gemm_contiguous if word == "fp4" else int4_grouped_gemm_contiguous
+    words, place = interleave(int4_weights.pack(codes)), {"tile_m": tile_m, "group_offset": jnp.int32(2)}
+    scales = jnp.asarray(scale).swapaxes(1, 2)
+    out = int4_grouped_gemm_contiguous(x, words, scales, jnp.array(tile_group), **place, backend=TRITON)
+    for tile, group in enumerate(tile_group):
+        at = slice(tile * tile_m, (tile + 1) * tile_m)
+        assert untouched(out[at]) if group < 0 else calc_diff(out[at], x_true[at] @ true[2 + group].T) < 1e-5
+
+
+@pytest.mark.parametrize(("tile_group", "tile_m"), GROUPS.values(), ids=GROUPS)
+def test_fp4(gpu, tile_group, tile_m):
+    """Every code at every place, against float64; scales of idle groups are NaN, and never read."""
+    rows, n, k = len(tile_group) * tile_m, 136, 256
+    (x, x_scale, x_true), (codes, places, scale) = activation(0, rows, k), fp4_weights.random_weight(1, 5, n, k)
+    true = fp4_weights.real(codes, places, scale)
+    scale[[group for group in range(5) if group - 2 not in tile_group]] = np.nan
+    weight = fp4_weights.words(codes), fp4_weights.powers(places), scale
     place = {"tile_m": tile_m, "group_offset": jnp.int32(2), "backend": TRITON}
-    out = multiply(x, words, jnp.asarray(scale).swapaxes(1, 2), jnp.array(tile_group), **place)
+    out = fp4_grouped_gemm_contiguous(x, x_scale, *weight, jnp.array(tile_group), **place)
     for tile, group in enumerate(tile_group):
         at = slice(tile * tile_m, (tile + 1) * tile_m)
         assert untouched(out[at]) if group < 0 else calc_diff(out[at], x_true[at] @ true[2 + group].T) < 1e-5

@@ -1,4 +1,4 @@
-"""The kernel of INT4 and FP4 weights, which become bfloat16 in registers, as the left operand of the tensor core.
+"""The kernel of INT4 weights, which become bfloat16 in registers, as the left operand of the tensor core.
 
 It is the narrow kernel with other weights: 128 rows of them times 8 to 128 tokens. A stage holds 256 of K. The same
 four bits of its 32 words per row are 32 columns of one scale group (`pallas_kernels.int4`), so a warpgroup extracts
@@ -43,51 +43,25 @@ def int4_values(words: jax.Array, group: int) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32) - (2.0**exponent + 8)
 
 
-_FP4_FACTOR = 4.0
-"""What scales are multiplied with, because `fp4_values` gives a quarter of the values."""
-
-
-def fp4_values(words: jax.Array, group: int) -> jax.Array:
-    """Returns a quarter of the values of a scale group, as float32, from the words of its run: uint32 of any shape.
-
-    No integer is converted and nothing is looked up. A code has two bits of exponent, e, and one of mantissa, m. In
-    their places of a float32 whose exponent begins with 124, they give f = 2 ** (e - 3) * (1 + m / 2): a quarter of
-    the value, except for e = 0, where a quarter is m / 8 and f is 1 / 8 or 3 / 16. The smaller of f and 2 f - 1 / 4 is
-    right for every code.
-    """
-    up = 22 - 4 * group
-    placed = words << up if up >= 0 else lax.shift_right_logical(words, jnp.uint32(-up))
-    f = lax.bitcast_convert_type((placed & jnp.uint32(7 << 22)) | jnp.uint32(124 << 23), jnp.float32)
-    magnitude = lax.bitcast_convert_type(jnp.minimum(f, 2 * f - 0.25), jnp.uint32)
-    sign = (words << (28 - 4 * group)) & jnp.uint32(1 << 31)
-    return lax.bitcast_convert_type(magnitude | sign, jnp.float32)
-
-
 @dataclasses.dataclass(frozen=True)
-class FourBitKernel(NarrowKernel):
-    """[1, M, K] bfloat16 x words [Gw, N, K / 8] with [Gw, K / 32, N] bfloat16 -> [1, M, N] bfloat16.
-
-    Attributes:
-      fp4: words are uint32 of FP4 codes; else int32 of INT4 numbers.
-    """
-
-    fp4: bool = False
+class Int4Kernel(NarrowKernel):
+    """[1, M, K] bfloat16 x words [Gw, N, K / 8] with [Gw, K / 32, N] bfloat16 -> [1, M, N] bfloat16."""
 
     @property
     def name(self) -> str:
-        return f"{'fp4' if self.fp4 else 'int4'}_contiguous_{self.tile_m}x{self.tile_n}"
+        return f"int4_contiguous_{self.tile_m}x{self.tile_n}"
 
     @property
-    def word(self) -> jnp.dtype:
-        return jnp.dtype(jnp.uint32 if self.fp4 else jnp.int32)
-
-    @property
-    def num_scales(self) -> int:
-        return 1
+    def scale_names(self) -> tuple[str, ...]:
+        return ("w_scale",)
 
     @property
     def tile_k(self) -> int:
         return RUN
+
+    @property
+    def weight_dtype(self) -> jnp.dtype:
+        return jnp.dtype(jnp.int32)
 
     @property
     def weight_k(self) -> int:
@@ -104,10 +78,8 @@ class FourBitKernel(NarrowKernel):
     def scratch(self) -> dict:
         # A group is one product, so a swizzled row of activations is as long as a group.
         x_swizzled = swizzle_transforms(self.dtype, GROUP)
-        w_swizzled = swizzle_transforms(self.word, self.weight_tile[1])
         return super().scratch() | {
             "x_s": plgpu.SMEM((self.depth, self.tile_m, RUN), self.dtype, transforms=x_swizzled),
-            "w_s": plgpu.SMEM((self.depth, *self.weight_tile), self.word, transforms=w_swizzled),
             "w_scale_s": plgpu.SMEM((self.depth, VALUES_PER_WORD, self.tile_n), jnp.bfloat16),
         }
 
@@ -118,7 +90,7 @@ class FourBitKernel(NarrowKernel):
 
     def multiply(self, refs: Refs, warpgroup, tile: Tile, done) -> list[jax.Array]:
         """Sums over K in the tensor core's accumulator; a stage is released after the next one has begun."""
-        rows, values_of = pl.ds(warpgroup * WG_ROWS, WG_ROWS), fp4_values if self.fp4 else int4_values
+        rows = pl.ds(warpgroup * WG_ROWS, WG_ROWS)
 
         def accumulate(acc):
             def step(i, _):
@@ -128,7 +100,7 @@ class FourBitKernel(NarrowKernel):
                 scales = [self.load_scale(refs, stage, rows, group) for group in range(VALUES_PER_WORD)]
                 plgpu.commit_smem()  # all threads have read their words: after the activations the stage is free
                 for group, scale in enumerate(scales):
-                    weights = values_of(words, group).astype(self.dtype)
+                    weights = int4_values(words, group).astype(self.dtype)
                     weights = weights * lax.broadcast_in_dim(scale, weights.shape, [0])
                     plgpu.wgmma(acc, weights, refs.x_s.at[stage, :, pl.ds(group * GROUP, GROUP)].T)
                     plgpu.wgmma_wait(1)
@@ -144,11 +116,10 @@ class FourBitKernel(NarrowKernel):
 
     def load_scale(self, refs: Refs, stage, rows, group: int) -> jax.Array:
         """Returns the scales of a warpgroup's rows in one scale group, [64]."""
-        scale = plgpu.load(refs.w_scale_s.at[stage, group, rows], layout=row_layout())
-        return scale * jnp.bfloat16(_FP4_FACTOR) if self.fp4 else scale
+        return plgpu.load(refs.w_scale_s.at[stage, group, rows], layout=row_layout())
 
 
-def four_bit_contiguous(
+def int4_contiguous(
     x: jax.Array,
     w: jax.Array,
     w_scale: jax.Array,
@@ -159,7 +130,7 @@ def four_bit_contiguous(
     stages: int | None = None,
     num_sms: int | None = None,
 ) -> jax.Array:
-    """Multiplies aligned rows x [A, K] with their tiles' INT4 (int32) or FP4 (uint32) words on Hopper.
+    """Multiplies aligned rows x [A, K] with their tiles' INT4 words on Hopper.
 
     Operands are checked by the caller.
 
@@ -167,9 +138,9 @@ def four_bit_contiguous(
     """
     (m, k), n = x.shape, w.shape[1]
     if tile_m not in NARROW_TILES_M or n % 8:
-        raise ValueError(f"grouped gemm, four bits: kernels have tiles of {NARROW_TILES_M} rows and N in multiples of "
+        raise ValueError(f"grouped gemm, INT4: kernels have tiles of {NARROW_TILES_M} rows and N in multiples of "
                          f"8, got tile_m={tile_m} and N={n}")  # fmt: skip
-    kernel = FourBitKernel(
+    kernel = Int4Kernel(
         tile_m=tile_m,
         tile_n=NARROW_TILE_N,
         stages=stages,
@@ -179,7 +150,6 @@ def four_bit_contiguous(
         out_type=jax.ShapeDtypeStruct((1, m, n), x.dtype),
         shape_n=n,
         shape_k=k,
-        fp4=w.dtype == jnp.uint32,
     )
     offset = jnp.asarray(group_offset, jnp.int32).reshape(1)
     blocks = num_sms or multiprocessors.traced().taken

@@ -62,6 +62,11 @@ MASKING = 3378 / 2810
 
 Source: docs/performance/machine_code.md, the rows of prefill with chosen keys and of prefill.
 """
+FP4_PRODUCTS = (768 / 192) / (714 / 128)
+"""Ratio of cycles per column and row of products with FP8 experts and with FP4 ones, whose tiles have 128 columns.
+
+Source: docs/performance/machine_code.md, the contiguous rows of 4,096 rows (link "700, 40") and of FP4 in tiles of 128.
+"""
 SELECTION = 1.83e9 / 1.35
 """Index scores per second from which one multiprocessor selects the top-k, estimated from the kernel's instructions.
 

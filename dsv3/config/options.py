@@ -74,7 +74,7 @@ class StartOptions:
     )
     fp4: Literal["fp8", "keep"] = option(
         "fp8",
-        "Convert FP4 experts to FP8 after loading, with the same values in 1.78 times the memory, or keep them in "
+        "Convert FP4 experts to FP8 after loading, with the same values in 1.88 times the memory, or keep them in "
         "memory as FP4. Under --fp8=dequantize they have --dtype.",
         group="model",
     )

@@ -145,6 +145,24 @@ class Fp4Kernel(NarrowKernel):
         return to_registers()(words, powers), refs.x_s.at[stage].T
 
 
+def fp4_kernel(
+    shape: tuple[int, int, int], out_dtype: jax.typing.DTypeLike, tile_m: int, k: int, stages: int | None = None
+) -> Fp4Kernel:
+    """Returns the kernel of a result `shape` [1, M, N] in tiles of `tile_m` rows, for weights with K columns."""
+    _, m, n = shape
+    return Fp4Kernel(
+        tile_m=tile_m,
+        tile_n=NARROW_TILE_N,
+        stages=stages,
+        cluster=1,
+        schedule=Contiguous(m, tile_m),
+        dtype=E4M3,
+        out_type=jax.ShapeDtypeStruct(shape, out_dtype),
+        shape_n=n,
+        shape_k=k,
+    )
+
+
 def fp4_contiguous(
     x: jax.Array,
     x_scale: jax.Array,
@@ -171,17 +189,7 @@ def fp4_contiguous(
             f"grouped gemm, FP4: kernels have tiles of {NARROW_TILES_M} rows, N in multiples of 8 and results of 16 "
             f"bits, got tile_m={tile_m}, N={n} and out_dtype {jnp.dtype(out_dtype)}"
         )
-    kernel = Fp4Kernel(
-        tile_m=tile_m,
-        tile_n=NARROW_TILE_N,
-        stages=stages,
-        cluster=1,
-        schedule=Contiguous(m, tile_m),
-        dtype=E4M3,
-        out_type=jax.ShapeDtypeStruct((1, m, n), out_dtype),
-        shape_n=n,
-        shape_k=k,
-    )
+    kernel = fp4_kernel((1, m, n), out_dtype, tile_m, k, stages)
     offset = jnp.asarray(group_offset, jnp.int32).reshape(1)
     blocks = num_sms or multiprocessors.traced().taken
     scales = row_scales(x_scale)[None], w_scale, w_powers

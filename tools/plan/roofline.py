@@ -11,7 +11,7 @@ attention core to the output projection.
 import dataclasses
 from collections.abc import Callable
 
-from dsv3.config.device_rates import LAUNCH_S, PREFILL_OVERHEAD
+from dsv3.config.device_rates import FP4_PRODUCTS, LAUNCH_S, PREFILL_OVERHEAD
 from dsv3.config.model import ModelConfig, absorbed_operations, common_weights, itemsizes, sizes_of
 from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.forms import needs_topk
@@ -170,8 +170,8 @@ def _indexing_seconds(model: ModelConfig, rates: Rates, rows: int, elements: int
 
 
 def expert_flops(model: ModelConfig, flops: float) -> float:
-    """Returns the rate of products with routed experts, of `flops` in FP8: FP4 is widened to bfloat16."""
-    return flops / 2 if model.fp8 and model.fp4_experts else flops
+    """Returns the rate of products with routed experts, of `flops` in FP8. Few rows wait for memory, FP4's too."""
+    return flops * FP4_PRODUCTS if model.fp4_experts else flops
 
 
 def mixing_seconds(model: ModelConfig, rates: Rates, rows: int) -> float:

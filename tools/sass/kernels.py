@@ -19,6 +19,7 @@ from pallas_kernels.checks import experts as expert_cases
 from pallas_kernels.checks.attention import LATENT, WIDTH, Decode
 from pallas_kernels.checks.prefill import Prefill
 from pallas_kernels.gemm.dispatch import kernel_of_plan
+from pallas_kernels.gemm.fp4 import fp4_kernel
 from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
 from pallas_kernels.gemm.plan import WIDE_TILE_M, TilePlan, plan_contiguous, plan_dense
 from pallas_kernels.gemm.schedule import Dense
@@ -91,6 +92,8 @@ def kernels() -> Iterator[SassKernel]:
     yield contiguous(8, 4096, 4096, 7168, "DeepGEMM contiguous 128x192")
     yield contiguous(8, 4096, 4096, 7168, "DeepGEMM contiguous 128x192, two groups", one_group=False)
     yield experts(32, 20, 4096, 7168, "DeepGEMM masked 64x128")
+    for rows in (6, 24, 128):
+        yield fp4_experts(64, rows, 4096, 4096)
 
 
 def decode(heads: int, *, fp8: bool = False) -> SassKernel:
@@ -200,6 +203,25 @@ def experts(groups: int, rows: int, n: int, k: int, other: str | None = None) ->
     tile_m = choose_tile_m(groups * rows, groups, backend=Backend.MOSAIC)
     plan = plan_contiguous(groups * rows, tile_m, n, k, 1)
     return _product(f"contiguous {groups} of {rows}", "contiguous", case, plan, (n, k), other)
+
+
+def fp4_experts(groups: int, rows: int, n: int, k: int) -> SassKernel:
+    """Returns FP4 experts, of the shape of DeepSeek-V4-Flash's first product."""
+    case = expert_cases.decode_case(expert_cases.about(rows, groups), rows, n, k, expert_cases.FP4, Backend.MOSAIC)
+    tile_m = choose_tile_m(groups * rows, groups, dtype=expert_cases.FP4, backend=Backend.MOSAIC)
+    kernel = fp4_kernel((1, 8, n), jnp.bfloat16, tile_m, k)
+    words = kernel.tile_n * (kernel.tile_k // 2 + 4)
+    size = tile_m * (kernel.tile_k + 4) + words
+    consumer = Role(("full",), ("empty",))
+    return SassKernel(
+        name=f"contiguous {groups} of {rows} x {n} x {k}: FP4, narrow {tile_m}x{kernel.tile_n}",
+        symbol=kernel.name,
+        case=case,
+        protocol=Protocol((consumer, consumer), (Load("full", "empty", size, size),), kernel.depth, {"empty": 2}),
+        passes=PRODUCT_PASS,
+        memory_bytes=words,
+        links=(FAST, SHARED, MEMORY),
+    )
 
 
 def _product(

@@ -6,6 +6,7 @@ import pytest
 
 from configs.deepseek_v4 import DEEPSEEK_V4_FLASH
 from configs.deployments import H200
+from dsv3.config.device_rates import FP4_PRODUCTS
 from dsv3.config.model import itemsizes
 from tools.plan.attention import cache_reads, core_operations, product_elements, rows_seen
 from tools.plan.deployment import PlannedBatch, kernel_rates
@@ -36,9 +37,9 @@ def test_queries_of_a_prompt_see_their_own_part_of_it() -> None:
 
 
 def test_the_floor_counts_the_whole_model() -> None:
-    """Many requests on one GPU with all experts: 6.2 B weights that all tokens meet, 277 B of 4.5 bits, the head."""
+    """Many requests on one GPU with all experts: 6.2 B weights that all tokens meet, 277 B of 4.25 bits, the head."""
     floor = decode_roofline(MODEL, H200, 1024, 2**17, 256, "fp8")
-    assert floor.weights * 4.8e12 == pytest.approx(6.2e9 + 277.03e9 * 4.5 / 8 + 2 * 0.53e9, rel=5e-3)
+    assert floor.weights * 4.8e12 == pytest.approx(6.2e9 + 277.03e9 * 4.25 / 8 + 2 * 0.53e9, rel=5e-3)
     assert floor.cache * 4.8e12 == pytest.approx(1024 * 112e6, rel=0.02)
     assert floor.core * 989e12 == pytest.approx(1024 * core_operations(MODEL, 2**17))
 
@@ -53,16 +54,17 @@ def test_an_estimate_is_no_faster_than_its_floor() -> None:
 def test_few_rows_read_few_experts() -> None:
     """One row chooses 6 of 64 experts of a device, and none of them twice."""
     few, many = (decode_stages(MODEL, RATES, PlannedBatch(rows, 8192, 64))["experts"] for rows in (1, 128))
-    one = 25_165_824 * 4.5 / 8 / RATES.grouped_bandwidth
+    one = 25_165_824 * 4.25 / 8 / RATES.grouped_bandwidth
     assert few - 15e-6 == pytest.approx(6 * one, rel=0.05)
     assert many - 15e-6 == pytest.approx(64 * one, rel=0.01)
 
 
 def test_fp4_is_read_faster_and_multiplied_slower() -> None:
-    assert itemsizes(MODEL) == (4.5 / 8, 1) and itemsizes(FP8_EXPERTS) == (1, 1)
+    assert itemsizes(MODEL) == (4.25 / 8, 1) and itemsizes(FP8_EXPERTS) == (1, 1)
     few, prompt = PlannedBatch(16, 8192, 64, cache_dtype="fp8"), PlannedBatch(4096, 4096, 64, min_keys=0.0)
     assert decode_stages(MODEL, RATES, few)["experts"] < decode_stages(FP8_EXPERTS, RATES, few)["experts"]
-    assert prefill_stages(MODEL, RATES, prompt)["experts"] == 2 * prefill_stages(FP8_EXPERTS, RATES, prompt)["experts"]
+    fp4, fp8 = (prefill_stages(model, RATES, prompt)["experts"] for model in (MODEL, FP8_EXPERTS))
+    assert fp4 == pytest.approx(fp8 / FP4_PRODUCTS)
 
 
 def test_devices_of_a_rank_share_heads_and_not_entries() -> None:

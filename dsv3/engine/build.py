@@ -24,7 +24,7 @@ from dsv3.engine.device.driver import started_devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.pool import device_memory, set_memory_fraction
 from dsv3.engine.device.programs import ReadPrograms, measure
-from dsv3.engine.dtypes import EngineDtypes, packed_mode, resolve_dtypes
+from dsv3.engine.dtypes import EngineDtypes, fp8_experts, packed_mode, resolve_dtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.executor import lay_out
 from dsv3.engine.expert_parallel import expert_parallel_functions, load_replicated, load_spread
@@ -219,13 +219,8 @@ def _functions(
         functions = in_full_precision(model_functions(dtype=read.dtype, drafts=modules, blocks=blocks))
         return functions, load_replicated(model_dir, cfg, functions.param_specs, mesh, read)
     redundant = options.num_redundant_experts
-    packed = packed_mode(cfg, options)
-    fp8 = (
-        cfg.fp8 is not None and options.fp8 != "dequantize"
-        if packed is None or (packed == "keep" and cfg.fp4_experts)
-        else packed == "fp8"
-    )
-    how = {"transport": options.expert_transport, "combine": options.expert_combine, "dtype": read.dtype, "fp8": fp8}
+    how: dict[str, Any] = {"transport": options.expert_transport, "combine": options.expert_combine}
+    how |= {"dtype": read.dtype, "fp8": fp8_experts(cfg, options)}
     functions = in_full_precision(
         expert_parallel_functions(cfg, mesh, redundant, **how, overlaps=options.expert_overlap)
     )

@@ -139,6 +139,14 @@ def packed_mode(model: ModelConfig, options: EngineOptions) -> Literal["keep", "
     return None
 
 
+def fp8_experts(model: ModelConfig, options: EngineOptions) -> bool:
+    """Returns whether the routed experts multiply e4m3 values, FP4 ones too: then rows travel to them as FP8."""
+    packed = packed_mode(model, options)
+    if packed is None:
+        return model.fp8 is not None and options.fp8 != "dequantize"
+    return packed == "fp8" or (packed == "keep" and model.fp4_experts)
+
+
 def count_parameters(cfg: ModelConfig) -> tuple[int, int]:
     """Returns the number of parameters, and how many of them each token uses: of the routed experts only its own.
 

@@ -16,7 +16,7 @@ from dsv3.config.model import FP8, PAGE_SIZE, ModelConfig
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine, bundled_model, load_components
 from dsv3.engine.description import describe
-from dsv3.engine.dtypes import packed_mode, resolve_dtypes
+from dsv3.engine.dtypes import fp8_experts, packed_mode, resolve_dtypes
 from dsv3.engine.executor import lay_out
 from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.memory import DeviceMemory, account
@@ -197,6 +197,18 @@ def test_experts_of_four_bits_are_served_as_options_say() -> None:
     ]
     assert [packed_mode(FLASH, EngineOptions(fp4=mode)) for mode in ("keep", "fp8")] == ["keep", "fp8"]
     assert packed_mode(FLASH, EngineOptions(fp4="keep", fp8="dequantize")) == "dequantize"
+
+
+def test_rows_travel_as_fp8_to_experts_of_e4m3_values() -> None:
+    int4 = dataclasses.replace(PLAIN, int4_experts=True)
+    assert [fp8_experts(int4, EngineOptions(int4=mode)) for mode in ("keep", "fp8", "dequantize")] == [
+        False,
+        True,
+        False,
+    ]
+    assert all(fp8_experts(FLASH, EngineOptions(fp4=mode)) for mode in ("keep", "fp8"))
+    assert fp8_experts(DEEPSEEK_V3, EngineOptions()) and not fp8_experts(PLAIN, EngineOptions())
+    assert not any(fp8_experts(cfg, EngineOptions(fp8="dequantize")) for cfg in (FLASH, DEEPSEEK_V3))
 
 
 def test_windows_and_entries_may_be_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,17 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dsv3.checkpoint import load_params
 from dsv3.config.hugging_face import from_hf
+from dsv3.model.layers.expert_parallel import pack
+from dsv3.model.layers.experts import ExpertLayer, Quantized, moe
+from dsv3.model.layers.linear import Numerics
+from dsv3.model.layers.router import Routing
 from dsv3.model.params import Params
 from tests.dsv3.checkpoint import deepseek_v4 as v4
 from tests.dsv3.checkpoint import hf
@@ -37,3 +43,21 @@ def test_fp4_and_fp8_weights(directory: Path) -> None:
     wanted, rounded = logits(load(directory, fp8="dequantize")), logits(load(directory))
     np.testing.assert_array_equal(logits(load(directory, fp4="keep")), rounded)
     assert 0 < np.sqrt(np.mean((rounded - wanted) ** 2)) < 0.6 * wanted.std()
+
+
+def test_rows_are_quantized_on_their_way_to_fp4_experts(directory: Path) -> None:
+    """Half the bytes, and the sums of FP8 experts to the bit."""
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.standard_normal((6, CFG.hidden_size)), jnp.float32)
+    ids = jnp.asarray(rng.permuted(np.tile(np.arange(CFG.n_routed_experts), (6, 1)), axis=1)[:, :2], jnp.int32)
+    routing = Routing(ids, jnp.asarray(rng.uniform(size=(6, 2)), jnp.float32))
+
+    @jax.jit
+    def sent(params: Any) -> tuple[Any, jax.Array]:
+        layer = ExpertLayer(params, 1, Numerics.from_config(CFG, None))
+        rows = pack(x, layer)
+        return rows, moe(rows, routing, layer)[0]
+
+    (rows, found), (_, wanted) = (sent(load(directory, fp4=mode).moe.moe) for mode in ("keep", "fp8"))
+    assert isinstance(rows, Quantized)
+    np.testing.assert_array_equal(found, wanted)

@@ -41,6 +41,7 @@ def test_contiguous() -> None:
 
 
 @pytest.mark.aot
+@pytest.mark.skipif(not hasattr(plgpu, "store"), reason="jax 0.11 cannot store this layout to global memory")
 def test_registers_hold_the_values_of_the_layout() -> None:
     """The compiled conversion, run on all 128 threads: each code at each place, in wgmma's order."""
 

@@ -119,10 +119,6 @@ class Fp4Kernel(NarrowKernel):
     def weight_k(self) -> int:
         return fp4.WORDS
 
-    @property
-    def weight_tile(self) -> tuple[int, int]:
-        return self.tile_n, self.weight_k
-
     def max_depth(self) -> int:
         stage_bytes = self.tile_m * BLOCK + _WEIGHT_BYTES + max(TMA_ALIGNMENT, self.tile_m * 4)
         return (SMEM_BYTES - MISC_BYTES - self.tile_m * self.tile_n * 2) // stage_bytes

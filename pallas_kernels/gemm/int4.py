@@ -67,10 +67,6 @@ class Int4Kernel(NarrowKernel):
     def weight_k(self) -> int:
         return RUN // VALUES_PER_WORD
 
-    @property
-    def weight_tile(self) -> tuple[int, int]:
-        return self.tile_n, self.weight_k
-
     def max_depth(self) -> int:
         stage_bytes = self.tile_m * RUN * 2 + _WEIGHT_BYTES
         return (SMEM_BYTES - MISC_BYTES - self.tile_m * self.tile_n * 2) // stage_bytes

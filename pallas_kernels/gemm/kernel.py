@@ -215,7 +215,7 @@ class GemmKernel(abc.ABC):
     @property
     def weight_tile(self) -> tuple[int, int]:
         """Shape of the weight's part of a stage."""
-        return self.tile_n, self.tile_k
+        return self.tile_n, self.weight_k
 
     def x_block(self, refs: Refs, tile: Tile, k):
         """Returns the activations of a stage in global memory."""

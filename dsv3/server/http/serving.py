@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -43,6 +44,7 @@ async def serving(service: Service, config: ServerConfig, listener: socket.socke
         stack.push_async_callback(server.close)
         flushing = asyncio.create_task(_flush(service))
         stack.callback(flushing.cancel)
+        gc.freeze()  # modules and tokenizers: a full collection, which stops all streams, would look at each object
         yield server
 
 

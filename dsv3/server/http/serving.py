@@ -45,6 +45,7 @@ async def serving(service: Service, config: ServerConfig, listener: socket.socke
         flushing = asyncio.create_task(_flush(service))
         stack.callback(flushing.cancel)
         gc.freeze()  # modules and tokenizers: a full collection, which stops all streams, would look at each object
+        stack.callback(gc.unfreeze)
         yield server
 
 

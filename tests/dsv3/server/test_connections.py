@@ -598,5 +598,6 @@ def test_collections_pass_over_what_a_server_starts_with():
         service = Service(config, EngineClient(max_num_queued_reqs=1))
         async with serving_http(service, config, bind("127.0.0.1", 0)):
             assert not is_collected()
+        assert is_collected()
 
     uvloop.run(run())

@@ -13,6 +13,7 @@ from jax import lax
 
 from pallas_kernels.backend import Backend, resolve_operation, traced_gpu, uses_triton, warn_once
 from pallas_kernels.entries import decode_rows
+from pallas_kernels.mla import mosaic_listed
 from pallas_kernels.mla.layout import HALF_DTYPES
 from pallas_kernels.mla.triton_ops import base_two
 from pallas_kernels.triton import call
@@ -113,6 +114,8 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     _check(q, sink, own, window, entries)
     chosen = resolve_operation("attend_compressed", backend)
+    if chosen is Backend.MOSAIC and mosaic_listed.supports(q, window.array):
+        return attend_mosaic(q, sink, own, window, entries, scale=scale, layer=layer)
     if uses_triton(chosen):
         if (reason := unsupported(q, window.array, plain)) is None:
             how: dict[str, Any] = {"scale": scale, "plain": plain, "layer": layer, "backend": chosen}
@@ -253,6 +256,60 @@ def _kernel(
     )
     if shares == 1:
         return out[:, 0], _natural(lse[:, 0])
+    return _join(q, out, lse, window, last, first_entry, backend)
+
+
+def attend_mosaic(
+    q: jax.Array,
+    sink: jax.Array,
+    own: jax.Array,
+    window: RowList,
+    entries: RowList | None,
+    *,
+    scale: float,
+    layer: jax.Array | int,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes `attend_compressed` and its log-sum-exp in Mosaic's kernel, for what `mosaic_listed` supports.
+
+    `interpret` holds the interpreter's settings; of a list with several shares, Triton's kernel joins them.
+    """
+    N, H, d = q.shape
+    last = dataclasses.replace(window, counts=jnp.zeros_like(window.counts)) if entries is None else entries
+    numbers = [_whole_tiles(rows.numbers) for rows in (window, last)]
+    shape = mosaic_listed.ListShape(
+        heads=H,
+        queries=1,
+        rows=H,
+        parts=1,
+        dtype=q.dtype,
+        scale=scale,
+        interpreted=interpret is not None,
+        window=numbers[0].shape[1],
+        entries=numbers[1].shape[1],
+        share=SHARE,
+        window_rows=window.layer_rows,
+        entry_rows=last.layer_rows,
+    )
+    lists = [(rows.array.reshape(-1, d), n, rows.counts) for rows, n in zip((window, last), numbers, strict=True)]
+    layers = jnp.stack([jnp.asarray(each, jnp.int32) for each in (layer, window.layer, last.layer)])
+    out, lse = mosaic_listed.attend_lists(shape, q, sink, own, lists[0], lists[1], layers, interpret=interpret)
+    if shape.shares == 1:
+        return out, _natural(lse)
+    out, lse = out.reshape(N, shape.shares, H, d), lse.reshape(N, shape.shares, H)
+    return _join(q, out, lse, window, last, shape.window, Backend.MOSAIC)
+
+
+def _whole_tiles(numbers: jax.Array) -> jax.Array:
+    """Returns row numbers with slots added to whole tiles."""
+    return jnp.pad(numbers, ((0, 0), (0, -numbers.shape[1] % mosaic_listed.TILE)))
+
+
+def _join(
+    q: jax.Array, out: jax.Array, lse: jax.Array, window: RowList, last: RowList, first_entry: int, backend: Backend
+) -> tuple[jax.Array, jax.Array]:
+    """Joins the shares of lists, `[N, shares, H, d]`."""
+    N, shares, H, d = out.shape
     joined, joined_lse = call.start(
         "compressed.join",
         (out, lse, window.counts, last.counts),

@@ -162,7 +162,12 @@ OPERATIONS = {
         ),
     ),
     "attend_compressed": CheckedOperation(
-        _GPUS, _each(compressed.attend_case, _with_fp8(((0, 1, 64, 200), 16)), _with_fp8(*compressed.ENTRIES))
+        _GPUS,
+        _each(
+            compressed.attend_case,
+            _with_fp8(((0, 1, 64, 200), 16), ((0, 1, 64, 200), 64)),
+            _with_fp8(*compressed.ENTRIES),
+        ),
     ),
     "complete_entries": CheckedOperation(
         _GPUS, _each(compressed.complete_case, ((5, 4, 128), (5, 8, 64)), ((64, 4, 512), (64, 4, 128), (64, 128, 512)))

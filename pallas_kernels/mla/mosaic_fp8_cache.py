@@ -59,7 +59,7 @@ def _pair(memory: Any, piece: Any, pair: Any, row: Any, first_page: Any) -> tupl
 
 
 def load_pair(memory: Any, piece: Any, pair: Any, pairs_before: Any, carry: tuple) -> tuple[Any, ...]:
-    """Dequantizes a pair of pages into the stages when those are free; see `_BlockMemory` and `_PageRange`."""
+    """Dequantizes a pair of pages into the stages when those are free; see `_PagedMemory` and `_PageRange`."""
     fetched, pages, row, first_page = carry
     zero, reused = lax.shift_right_logical(pairs_before, 30), pairs_before > 0
     following = _pair(memory, piece, pair + 1, row, first_page)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import multiprocessors as gpu_multiprocessors
-from pallas_kernels.mla import mosaic_decode, mosaic_prefill
+from pallas_kernels.mla import mosaic_decode, mosaic_latent, mosaic_prefill
 from pallas_kernels.mla.layout import HALF_DTYPES, is_fp8
 from pallas_kernels.mla.mosaic_combine import combine_splits
 from pallas_kernels.mla.mosaic_fp8_cache import VALUE_WIDTH as FP8_VALUE_WIDTH
@@ -85,7 +85,7 @@ def context_mosaic(
 ) -> tuple[jax.Array, jax.Array]:
     """See `mla_prefill_context`. The decode kernel; a group is as many tokens of one request as fill 64 rows."""
     T, H, _ = q.shape
-    together = max(1, mosaic_decode.ROWS // H)
+    together = max(1, mosaic_latent.ROWS // H)
     tokens, requests, group, place = _group_tokens(cu_lengths, T, together)
     parts = _query_parts(q, pages)
     if together > 1:
@@ -170,7 +170,7 @@ def _attend(
     """Shares a trace and a lowering between equal calls of a program, like `_traced_once` of the products."""
     count = parts[0].shape[1]
     padded = mosaic_decode.padded_rows(count)
-    shape = mosaic_decode.TileShape(
+    shape = mosaic_latent.TileShape(
         heads=heads,
         queries=queries,
         rows=padded,
@@ -179,7 +179,7 @@ def _attend(
         scale=scale,
         interpreted=interpret is not None,
         fp8=is_fp8(pages),
-        value_width=sum(part.shape[2] for part in parts) - mosaic_decode.ROPE_WIDTH,
+        value_width=sum(part.shape[2] for part in parts) - mosaic_latent.ROPE_WIDTH,
     )
     parts = tuple(jnp.pad(part, ((0, 0), (0, padded - count), (0, 0))) for part in parts)
     first = jnp.asarray(first_page, jnp.int32).reshape(1)
@@ -193,7 +193,7 @@ def _attend(
 def decode_unsupported(q: Any, pages: Any, value_width: int) -> str | None:
     """Returns why the decode kernel does not support these arrays (or their shapes and types), or None if it does."""
     rope_width = q.shape[-1] - value_width
-    if value_width not in mosaic_decode.VALUE_WIDTHS or rope_width != mosaic_decode.ROPE_WIDTH:
+    if value_width not in mosaic_decode.VALUE_WIDTHS or rope_width != mosaic_latent.ROPE_WIDTH:
         return f"latent and rope widths {(value_width, rope_width)} are neither (512, 64) nor (256, 64)"
     if is_fp8(pages) and value_width != FP8_VALUE_WIDTH:
         return f"FP8 pages have latents of {value_width} values, not {FP8_VALUE_WIDTH}"

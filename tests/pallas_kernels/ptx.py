@@ -1,4 +1,4 @@
-"""Runs a compiled kernel's PTX on this machine: a block of straight-line code on 32-bit integers, all threads at once.
+"""Runs a compiled kernel's PTX on this machine: a block of straight-line code on integers, all threads at once.
 
 It shows which value each thread of a GPU would hold, and where it would store it; the interpreter of jax knows no
 threads. A register is a numpy array with an element per thread. An instruction that is not listed raises KeyError.
@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-_IGNORED = re.compile(r"//|\.|\$|elect\.sync|shfl\.sync|fence\.|bar\.sync|mov\.b32")
-"""Labels, and how threads wait for each other. No value of a block without shared memory depends on it."""
+_IGNORED = re.compile(r"//|\.|\$|elect\.sync|shfl\.sync|fence\.|bar\.sync|mov\.b32|cp\.async\.(commit|wait)")
+"""Labels, and how threads wait for each other: here an instruction ends in all threads before the next begins."""
 _BUFFER = 40
 """An address is a buffer's number at this bit, and bytes from its start."""
 
@@ -22,47 +22,78 @@ def _bytes_selected(low: np.ndarray, high: np.ndarray, selector: np.ndarray) -> 
     return sum(((both >> 8 * nibble & 255) << 8 * i for i, nibble in enumerate(nibbles)), np.zeros_like(both))
 
 
+def _signed(a: np.ndarray) -> np.ndarray:
+    return np.asarray(a).astype(np.uint32).view(np.int32).astype(np.int64)
+
+
 _OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
+    "add.s32": np.add,
     "add.s64": np.add,
     "and.b32": np.bitwise_and,
+    "cvt.u64.u32": np.asarray,
     "cvta.to.global.u64": np.asarray,
     "mad.lo.s32": lambda a, b, c: a * b + c,
     "mov.u32": np.asarray,
+    "mul.wide.s32": lambda a, b: (_signed(a) * _signed(b)).astype(np.uint64),
     "mul.wide.u32": np.multiply,
+    "not.b32": np.bitwise_not,
     "or.b32": np.bitwise_or,
     "prmt.b32": _bytes_selected,
+    "selp.b32": lambda a, b, p: np.where(p, a, b),
+    "selp.b64": lambda a, b, p: np.where(p, a, b),
+    "setp.eq.b32": np.equal,
+    "setp.lt.s32": lambda a, b: _signed(a) < _signed(b),
     "shl.b32": np.left_shift,
     "shr.u32": np.right_shift,
+    "xor.b32": np.bitwise_xor,
 }
 
 
-def run(ptx: str, threads: int, buffers: tuple[np.ndarray, ...]) -> None:
-    """Runs a kernel of `threads` threads whose parameters point to `buffers`, of 32-bit words; writes them in place."""
+def run(ptx: str, threads: int, buffers: tuple[np.ndarray, ...], shared_words: int = 0) -> None:
+    """Runs a kernel of `threads` threads whose parameters point to `buffers`, of 32-bit words; writes them in place.
+
+    A block may have shared memory, of which bytes that nobody has written are 255.
+    """
     memory = [buffer.reshape(-1).view(np.uint32) for buffer in buffers]
+    memory.append(np.full(shared_words, 2**32 - 1, np.uint32))
     registers = {"%tid.x": np.arange(threads, dtype=np.uint64)}
+
+    def address_of(name: str) -> np.ndarray:
+        """Returns the address of shared memory, or of what a parameter points to, in all threads."""
+        number = int(name.rsplit("_", 1)[1]) if "param" in name else len(buffers)
+        return np.full(threads, number << _BUFFER, np.uint64)
 
     def value(operand: str) -> np.ndarray:
         return registers[operand] if operand.startswith("%") else np.uint64(int(operand) % 2**32)
 
-    def place(operand: str) -> tuple[int, np.ndarray]:
+    def place(operand: str) -> tuple[np.ndarray, np.ndarray]:
         base, _, offset = operand.strip("[]").partition("+")
         address = registers[base] + np.uint64(offset or 0)
-        return int(address[0] >> _BUFFER), (address % 2**_BUFFER // 4).astype(int)
+        return (address >> _BUFFER).astype(int), (address % 2**_BUFFER // 4).astype(int)
 
     for line in ptx[ptx.index("{", ptx.index(".entry")) + 1 : ptx.index("ret;")].split("\n"):
         name, *operands = re.sub(r"[,;{}]", " ", line).split() or ["//"]
         if _IGNORED.match(name):
             continue
-        if name.startswith("ld.param"):
-            number = int(operands[1].strip("[]").rsplit("_", 1)[1])
-            registers[operands[0]] = np.full(threads, number << _BUFFER, np.uint64)
-        elif name.startswith("ld.global"):
-            buffer, index = place(operands.pop())
+        if name.startswith("ld.param") or name == "mov.b64":
+            source = operands[1].strip("[]")
+            registers[operands[0]] = registers[source] if source.startswith("%") else address_of(source)
+        elif name.startswith("ld."):
+            (buffer, *_), index = place(operands.pop())
             for i, register in enumerate(operands):
                 registers[register] = memory[buffer][index + i].astype(np.uint64)
-        elif name.startswith("st.global"):
-            buffer, index = place(operands[0])
-            memory[buffer][index] = value(operands[1])
+        elif name.startswith("st."):
+            (buffer, *_), index = place(operands.pop(0))
+            for i, operand in enumerate(operands):
+                memory[buffer][index + i] = value(operand)
+        elif name.startswith("cp.async"):
+            for to, start, index, first, size in zip(
+                *place(operands[0]), *place(operands[1]), value(operands[3]), strict=True
+            ):
+                memory[to][start : start + int(operands[2]) // 4] = 0
+                words = int(size) // 4
+                memory[to][start : start + words] = memory[index][first : first + words]
         else:
             found = _OPERATIONS[name](*map(value, operands[1:]))
-            registers[operands[0]] = found if "64" in name or "wide" in name else found % 2**32
+            whole = found.dtype == bool or "64" in name or "wide" in name
+            registers[operands[0]] = found if whole else found % 2**32

@@ -17,6 +17,7 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.checks import Case, products
 from pallas_kernels.checks import experts as expert_cases
 from pallas_kernels.checks.attention import LATENT, WIDTH, Decode
+from pallas_kernels.checks.compressed import ENTRIES, attend_case
 from pallas_kernels.checks.prefill import Prefill
 from pallas_kernels.gemm.dispatch import kernel_of_plan
 from pallas_kernels.gemm.fp4 import fp4_kernel
@@ -79,6 +80,8 @@ def kernels() -> Iterator[SassKernel]:
     """Lists attention first, then products."""
     for heads, fp8 in ((128, False), (16, False), (128, True), (16, True)):
         yield decode(heads, fp8=fp8)
+    for heads in (64, 128):
+        yield listed_rows(heads)
     yield prefill()
     yield prefill_spans()
     yield prefill_topk()
@@ -110,6 +113,30 @@ def decode(heads: int, *, fp8: bool = False) -> SassKernel:
         other=None if fp8 else "FlashMLA decode",
         links=(FAST, SHARED, MEMORY) if few else (FAST, SHARED),
     )
+
+
+def listed_rows(heads: int) -> SassKernel:
+    """Returns DeepSeek-V4's attention to its window and entries in bfloat16.
+
+    The warpgroup that copies rows is modelled as TMA is: what it issues is not counted.
+    """
+    entries = next(entries for entries, of_heads in ENTRIES if of_heads == heads)
+    pages = _pages(blocks=1)
+    roles = (dataclasses.replace(role, waits=tuple(filter(_is_no_rope, role.waits))) for role in pages.roles)
+    loads = tuple(load for load in pages.loads if _is_no_rope(load.full))
+    return SassKernel(
+        name=f"listed rows, {heads} heads",
+        symbol="attend_lists",
+        case=attend_case(entries, heads, fp8=False),
+        protocol=dataclasses.replace(pages, roles=tuple(roles), loads=loads),
+        passes="2 tiles of 64 rows, 64 heads",
+        memory_bytes=2 * PAGE_SIZE * 2 * LATENT / (heads / 64),  # blocks of one query share its rows
+        links=(FAST, SHARED, MEMORY) if heads == 64 else (FAST, SHARED),
+    )
+
+
+def _is_no_rope(barrier: str) -> bool:
+    return not barrier.startswith("part 4")
 
 
 def _pages(blocks: int) -> Protocol:

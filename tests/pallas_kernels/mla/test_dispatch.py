@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import aot, bodies
 from pallas_kernels.backend import Backend, warn_once
 from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, write_pages
-from pallas_kernels.mla.mosaic_decode import TileShape
+from pallas_kernels.mla.mosaic_latent import TileShape
 
 KERNEL = "mosaic_gpu"
 

@@ -12,6 +12,7 @@ from pallas_kernels import compressed, gpus
 from pallas_kernels.backend import Backend
 from pallas_kernels.compressed import RowList, attend_compressed, attend_part
 from pallas_kernels.entries import decode_rows, encode_rows
+from pallas_kernels.mosaic import interpret_params, reset_interpreter
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 REFERENCE, TRITON = Backend.REFERENCE, Backend.TRITON
@@ -132,6 +133,29 @@ def test_widths_and_heads_of_deepseek_v4(number: int) -> None:
     assert case.own.shape[1] == 584
     with gpus.compiling_for(gpus.by_number(number)):
         np.testing.assert_allclose(case.attend(TRITON), case.expected(), atol=0.02)
+
+
+@pytest.mark.parametrize("share", [64, 128, 1280])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_listed_rows_on_hopper(share, dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs Mosaic's kernel in its interpreter, which detects races; the rows are those of an array's second layer."""
+    monkeypatch.setattr(compressed, "SHARE", share)
+    case = lists(((0, 0), (20, 70), (7, 33), (0, 65)), heads=64, d=512, dtype=dtype)
+
+    def second(rows: RowList) -> RowList:
+        pages, of_page, _ = rows.array.shape
+        both = jnp.concatenate([jnp.full_like(rows.array, jnp.nan), rows.array])
+        return dataclasses.replace(rows, array=both, layer=jnp.int32(1), layer_rows=pages * of_page)
+
+    how = {"scale": 0.1, "layer": jnp.int32(1), "interpret": interpret_params()}
+    try:
+        attend = jax.jit(functools.partial(compressed.attend_mosaic, **how))
+        out, lse = attend(case.q, case.sink, case.own, second(case.window), second(case.entries))
+    finally:
+        reset_interpreter()
+    np.testing.assert_allclose(np.asarray(out, np.float32), case.expected(), atol=0.02)
+    assert not out[0].any(), "a query without rows sees the sink alone"
+    np.testing.assert_allclose(lse[0], case.sink[1], rtol=1e-5)
 
 
 def test_a_layer_without_entries() -> None:

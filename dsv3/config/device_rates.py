@@ -44,13 +44,18 @@ GROUPED_FLOPS = 1000 / 1979
 PREFILL_FLOPS = 993 / 1979
 DECODE_CORE_FLOPS = 580 / 989
 PREFILL_CORE_FLOPS = 535 / 989
-LISTED_CORE_FLOPS, LISTED_FP8_CORE_FLOPS = 2048 / 13472, 2048 / 14464
-"""DeepSeek-V4's attention to listed rows, in bfloat16 and FP8: bounds from its machine code, no measurements.
+LISTED_CORE_FLOPS = DECODE_CORE_FLOPS * (4096 / 5588) / (4352 / 5456)
+"""DeepSeek-V4's attention to listed rows of bfloat16, from its machine code in a model, no measurement.
+
+The rate of decode attention, times the ratio of how busy the loops of both kernels keep the tensor core.
+
+Source: docs/performance/machine_code.md, the rows of listed rows and of decode with 128 heads (link "700, 40").
+"""
+LISTED_FP8_CORE_FLOPS = 2048 / 14464
+"""The same of FP8 rows, which Triton's kernel attends to: a bound from its machine code, no measurement.
 
 Cycles of the products of 64 rows and 64 heads at the tensor core's peak, over those that the kernel's loop needs of
 shared memory.
-
-Source: docs/performance/machine_code.md.
 """
 PREFILL_OVERHEAD = 1.25
 """Time of prefill relative to its products: norms, quantization, rotation and routing."""

@@ -161,7 +161,8 @@ def has_jax_triton() -> bool:
 def uses_triton(backend: Backend) -> bool:
     """Returns whether programs of `backend` may use Triton kernels, on Hopper too; logs once if jax-triton is missing.
 
-    Some operations have Triton kernels alone: Mosaic can neither gather rows nor scan within a thread block.
+    Some operations have Triton kernels alone: Mosaic cannot scan within a thread block, nor gather rows by an operation
+    of its own.
     """
     if backend not in (Backend.MOSAIC, Backend.TRITON):
         return False

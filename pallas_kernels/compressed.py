@@ -272,7 +272,8 @@ def attend_mosaic(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `attend_compressed` and its log-sum-exp in Mosaic's kernel, for what `mosaic_listed` supports.
 
-    `interpret` holds the interpreter's settings; of a list with several shares, Triton's kernel joins them.
+    `interpret` holds the interpreter's settings. Triton's kernel joins the shares of a list; without jax-triton a list
+    is one share.
     """
     N, H, d = q.shape
     last = dataclasses.replace(window, counts=jnp.zeros_like(window.counts)) if entries is None else entries
@@ -287,7 +288,7 @@ def attend_mosaic(
         interpreted=interpret is not None,
         window=numbers[0].shape[1],
         entries=numbers[1].shape[1],
-        share=SHARE,
+        share=SHARE if uses_triton(Backend.MOSAIC) else max(SHARE, sum(each.shape[1] for each in numbers)),
         window_rows=window.layer_rows,
         entry_rows=last.layer_rows,
     )

@@ -158,6 +158,17 @@ def test_listed_rows_on_hopper(share, dtype, monkeypatch: pytest.MonkeyPatch) ->
     np.testing.assert_allclose(lse[0], case.sink[1], rtol=1e-5)
 
 
+def test_a_list_is_one_share_where_nothing_joins_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program for Hopper without jax-triton has no Triton kernel."""
+    monkeypatch.setattr(compressed, "uses_triton", lambda _: False)
+    monkeypatch.setattr(compressed, "SHARE", 64)
+    monkeypatch.delattr(compressed.call, "start")
+    case = lists(((20, 70),), heads=64, d=512, dtype=jnp.bfloat16)
+    attend = functools.partial(compressed.attend_mosaic, scale=0.1, layer=1)
+    out, _ = jax.eval_shape(attend, case.q, case.sink, case.own, case.window, case.entries)
+    assert (out.shape, out.dtype) == (case.q.shape, jnp.bfloat16)
+
+
 def test_a_layer_without_entries() -> None:
     case = lists(((20, 0), (3, 0)))
     np.testing.assert_allclose(case.attend(TRITON, with_entries=False), case.expected(), atol=0.02)

@@ -31,6 +31,7 @@ _OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "add.s64": np.add,
     "and.b32": np.bitwise_and,
     "cvt.u64.u32": np.asarray,
+    "bfe.u32": lambda a, first, count: a >> first & (1 << count) - 1,
     "cvta.to.global.u64": np.asarray,
     "mad.lo.s32": lambda a, b, c: a * b + c,
     "mov.u32": np.asarray,

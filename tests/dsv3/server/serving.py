@@ -30,7 +30,8 @@ class Server:
         self.http = httpx.Client(base_url=self.url, timeout=30)
 
     def wait_ready(self) -> None:
-        self.wait_for(lambda: self.http.get("/health").status_code == 200)
+        """Polls until each of several new connections is to an API server whose engine is ready."""
+        self.wait_for(lambda: all(httpx.get(f"{self.url}/health").status_code == 200 for _ in range(8)))
 
     def wait_for(self, condition, seconds: float = 60) -> None:
         """Polls until `condition()` holds."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import json
 import os
 import resource
@@ -10,7 +9,6 @@ import socket
 import struct
 import sys
 import threading
-from pathlib import Path
 
 import httpx
 import psutil
@@ -19,14 +17,11 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv3.server.config import Deadlines, ServerConfig
-from dsv3.server.engine.client import EngineClient
+from dsv3.server.config import Deadlines
 from dsv3.server.http import wire
 from dsv3.server.http.api_server import bind
 from dsv3.server.http.exchange import WRITER
 from dsv3.server.http.http_server import ConnectionLimit, HttpServer, max_admitted, raise_open_files_limit
-from dsv3.server.http.serving import serving as serving_http
-from dsv3.server.serving.service import Service
 from tests.dsv3.server import serving
 from tests.dsv3.server.conftest import KEY
 
@@ -584,20 +579,3 @@ def test_connections_closed_before_accept_are_not_read():
 
     uvloop.run(run())
     assert seen == ["/last"]
-
-
-def test_collections_pass_over_what_a_server_starts_with():
-    """A full collection stops all streams; with the modules it took 50 ms, once per 1.5 s of costly requests."""
-    config, before = ServerConfig(Path(), ("m",)), [object()]
-
-    def is_collected():
-        return any(each is before for each in gc.get_objects())
-
-    async def run():
-        assert is_collected()
-        service = Service(config, EngineClient(max_num_queued_reqs=1))
-        async with serving_http(service, config, bind("127.0.0.1", 0)):
-            assert not is_collected()
-        assert is_collected()
-
-    uvloop.run(run())

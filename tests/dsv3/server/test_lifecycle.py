@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -10,11 +11,18 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+import uvloop
 
+from dsv3.server.config import ServerConfig
+from dsv3.server.engine.client import EngineClient
+from dsv3.server.http.api_server import bind
+from dsv3.server.http.serving import serving as serving_http
+from dsv3.server.serving.service import Service
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.server import fake_engine, serving
 
@@ -351,3 +359,20 @@ def test_jax_logs_in_lines():
     )
     [line] = done.stderr.splitlines()
     assert "plugin error 5: no cuDNN" in line
+
+
+def test_collections_pass_over_what_a_server_starts_with():
+    """A full collection stops all streams, and most of what it would look at are modules."""
+    config, before = ServerConfig(Path(), ("m",)), [object()]
+
+    def is_collected():
+        return any(each is before for each in gc.get_objects())
+
+    async def run():
+        assert is_collected()
+        service = Service(config, EngineClient(max_num_queued_reqs=1))
+        async with serving_http(service, config, bind("127.0.0.1", 0)):
+            assert not is_collected()
+        assert is_collected()
+
+    uvloop.run(run())

@@ -90,7 +90,7 @@ def row_layout() -> Any:
 
 
 def inline_mgpu(emit: Callable, arg_types: tuple, result: Any, model: Callable) -> Callable:
-    """Returns a function of arrays in a kernel whose code is emitted by `emit`, for what no operation can say.
+    """Returns a function of arrays in a kernel whose code `emit` makes, where Pallas has no operation.
 
     Args:
       emit: takes the launch context and the arrays' fragments, and returns the result's.

@@ -31,7 +31,8 @@ class Server:
 
     def wait_ready(self) -> None:
         """Polls until each of several new connections is to an API server whose engine is ready."""
-        self.wait_for(lambda: all(httpx.get(f"{self.url}/health").status_code == 200 for _ in range(8)))
+        new_connection = {"Connection": "close"}
+        self.wait_for(lambda: all(self.http.get("/health", headers=new_connection).is_success for _ in range(8)))
 
     def wait_for(self, condition, seconds: float = 60) -> None:
         """Polls until `condition()` holds."""

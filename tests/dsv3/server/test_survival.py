@@ -129,7 +129,7 @@ def test_health_reports_the_restart_and_new_requests_wait(server):
     answers: list[httpx.Response] = []
 
     def ask():
-        answers.append(httpx.post(server.url + COMPLETIONS, json=long, timeout=60))
+        answers.append(server.http.post(COMPLETIONS, json=long, timeout=60))
 
     kill(server)
     server.wait_for(lambda: server.http.get("/health").status_code == 503)

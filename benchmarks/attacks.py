@@ -2,10 +2,11 @@
 
   python -m benchmarks.attacks [--seconds 10] [--only NAME]
 
-Each attack runs at full speed in a process of its own, with two threads. Another process asks for `/health` every 50 ms
-on a new connection, and reads a stream of a token per 20 ms. A line per attack: how often it was made, the worst gap of
-that stream, `/health` at the median, the 99th percentile and the worst, by how much resident memory of all the server's
-processes rose, and how often the honest client failed. Exit status 0 means that all lines keep `GOAL`.
+Each attack runs in a process of its own, with two threads that leave the cores to server and clients. Another process
+asks for `/health` every 50 ms on a new connection, and reads a stream of a token per 20 ms. A line per attack: how
+often it was made, the worst gap of that stream, `/health` at the median, the 99th percentile and the worst, by how much
+resident memory of all the server's processes rose, and how often the honest client failed. Exit status 0 means that all
+lines keep `GOAL`.
 
 Attacks are the reproductions of what once failed. Each is a function of a port and a time until which it may go on,
 makes itself once or many times, and returns how often. What the server answers does not matter. `benchmarks.soak
@@ -19,6 +20,7 @@ import functools
 import itertools
 import json
 import multiprocessing
+import os
 import socket
 import sys
 import tempfile
@@ -44,6 +46,7 @@ GOAL = {"gap_s": 1.0, "p99_s": 0.5, "memory_mib": 500}
 
 _NONE = "none"
 _STEP_S, _HEALTH_S = 0.02, 0.05
+_NICE = 10  # of attackers
 _MIB = 2**20
 _TIMEOUT_S = 60.0
 PATIENCE_S = 120.0
@@ -208,11 +211,24 @@ ATTACKS: dict[str, Callable[[int, float], int]] = {
 def rotate(names: list[str], port: int, seconds: float, each_s: float) -> dict[str, int]:
     """Makes one attack after the other, round and round; returns how often each."""
     until, counts = time.monotonic() + seconds, dict.fromkeys(names, 0)
+    _leave_the_cores()
     for name in itertools.cycle(names):
         if (left := until - time.monotonic()) <= 0:
             break
         counts[name] += _make(name, port, min(each_s, left))
     return counts
+
+
+def _leave_the_cores() -> None:
+    """Lets clients and server run before this process, as if it were on another machine.
+
+    Otherwise a client that waits for a core measures a gap of the server. Linux may divide the processor among sessions
+    first; a file then has the value of the session.
+    """
+    os.setsid()
+    os.nice(_NICE)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(_NICE))
 
 
 def _make(name: str, port: int, seconds: float) -> int:

@@ -4,14 +4,14 @@
   setsid --wait python -m benchmarks.soak --seconds 120 --server_pid $!
   setsid --wait python -m benchmarks.soak --seconds 1800 --server_pid $! --hostile
 
-Linux may divide the processor among sessions: with `setsid` clients and attackers have another one than the server, as
-where they are on other machines. A share --disconnects of the requests hangs up half-way. At the end no request may run
-or wait, no page may be in use, and nothing may have been compiled. With --server_pid the resident memory of the
-server's processes may grow by at most --max_growth_mib from the middle third of the run to its last third, and none of
-the descriptors may be left that they opened meanwhile; a worker that starts under load brings its own. With --hostile
-all attacks of `benchmarks.attacks`, or those that --attack names, are made meanwhile, one after the other for
---attack_seconds; then no honest request may fail or be refused, and the goal of `benchmarks.attacks` is kept. Exit
-status 0 means that all of this holds.
+Linux may divide the processor among sessions: with `setsid` clients have another one than the server, as where they are
+on other machines. A share --disconnects of the requests hangs up half-way. At the end no request may run or wait, no
+page may be in use, and nothing may have been compiled. With --server_pid the resident memory of the server's processes
+may grow by at most --max_growth_mib from the middle third of the run to its last third, and none of the descriptors may
+be left that they opened meanwhile; a worker that starts under load brings its own. With --hostile all attacks of
+`benchmarks.attacks`, or those that --attack names, are made meanwhile, one after the other for --attack_seconds; then
+no honest request may fail or be refused, and the goal of `benchmarks.attacks` is kept. Exit status 0 means that all of
+this holds.
 """
 
 import argparse

@@ -114,7 +114,7 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     _check(q, sink, own, window, entries)
     chosen = resolve_operation("attend_compressed", backend)
-    if chosen is Backend.MOSAIC and mosaic_listed.supports(q, window.array):
+    if chosen is Backend.MOSAIC and mosaic_listed.supports(q, window.array, plain):
         return attend_mosaic(q, sink, own, window, entries, scale=scale, layer=layer)
     if uses_triton(chosen):
         if (reason := unsupported(q, window.array, plain)) is None:
@@ -286,13 +286,16 @@ def attend_mosaic(
         dtype=q.dtype,
         scale=scale,
         interpreted=interpret is not None,
+        fp8=own.dtype == jnp.uint8,
         window=numbers[0].shape[1],
         entries=numbers[1].shape[1],
         share=SHARE if uses_triton(Backend.MOSAIC) else max(SHARE, sum(each.shape[1] for each in numbers)),
         window_rows=window.layer_rows,
         entry_rows=last.layer_rows,
     )
-    lists = [(rows.array.reshape(-1, d), n, rows.counts) for rows, n in zip((window, last), numbers, strict=True)]
+    lists = [
+        (rows.array.reshape(-1, own.shape[1]), n, rows.counts) for rows, n in zip((window, last), numbers, strict=True)
+    ]
     layers = jnp.stack([jnp.asarray(each, jnp.int32) for each in (layer, window.layer, last.layer)])
     out, lse = mosaic_listed.attend_lists(shape, q, sink, own, lists[0], lists[1], layers, interpret=interpret)
     if shape.shares == 1:

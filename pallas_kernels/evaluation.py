@@ -155,7 +155,10 @@ def _bits(eqn: Any, operands: Values) -> Values:
 
 
 def _reduced(function: Any) -> Rule:
-    return lambda eqn, operands: [function.reduce(operands[0], axis=tuple(eqn.params["axes"]))]
+    def rule(eqn: Any, operands: Values) -> Values:  # numpy would widen sums of integers
+        return [function.reduce(operands[0], axis=tuple(eqn.params["axes"]), dtype=operands[0].dtype)]
+
+    return rule
 
 
 _PLAIN: dict[str, Callable[..., Any]] = {

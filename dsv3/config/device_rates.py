@@ -51,12 +51,8 @@ The rate of decode attention, times the ratio of how busy the loops of both kern
 
 Source: docs/performance/machine_code.md, the rows of listed rows and of decode with 128 heads (link "700, 40").
 """
-LISTED_FP8_CORE_FLOPS = 2048 / 14464
-"""The same of FP8 rows, which Triton's kernel attends to: a bound from its machine code, no measurement.
-
-Cycles of the products of 64 rows and 64 heads at the tensor core's peak, over those that the kernel's loop needs of
-shared memory.
-"""
+LISTED_FP8_CORE_FLOPS = DECODE_CORE_FLOPS * (4096 / 6945) / (4352 / 5456)
+"""The same of FP8 rows."""
 PREFILL_OVERHEAD = 1.25
 """Time of prefill relative to its products: norms, quantization, rotation and routing."""
 LINK = 153 / 160

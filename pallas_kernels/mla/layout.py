@@ -24,6 +24,12 @@ PAGE_SIZE = 64
 FP8_TILE = BLOCK
 """Latent values that share one scale in the FP8 row."""
 
+LISTED_WIDTH = 512
+"""Values of a row of DeepSeek-V4, which queries list."""
+
+LISTED_PLAIN, LISTED_BYTES = 448, 584
+"""Values of such a row in e4m3 and its bytes, if it is an FP8 row (`pallas_kernels/entries.py`)."""
+
 FLOAT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 HALF_DTYPES = FLOAT_DTYPES[1:]
 FP8_PAGES_DTYPE = jnp.dtype(jnp.uint8)

@@ -2,9 +2,7 @@
 
 Its thread block is that of the decode kernel (`mosaic_latent.py`), with tiles of 64 listed rows for pages and without
 rotated keys: a row of 512 values is key and value. It computes 64 heads of a query on a share of its list. The third
-warpgroup copies rows by `cp.async`, eight lanes for 128 bytes of a row, straight to where the swizzle has them, so that
-registers hold addresses alone. (TMA gathers no rows on sm_90.) For a slot past a list's count it copies no bytes, which
-writes zeros. `inline_mgpu` emits the copies, because Mosaic indexes memory with scalars.
+warpgroup gathers rows (`mosaic_gather.py`).
 """
 
 import dataclasses
@@ -15,26 +13,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import bodies
-from pallas_kernels.mla.layout import HALF_DTYPES, PAGE_SIZE
+from pallas_kernels.mla import mosaic_gather
+from pallas_kernels.mla.layout import HALF_DTYPES, LISTED_BYTES, LISTED_PLAIN, LISTED_WIDTH
 from pallas_kernels.mla.mosaic_combine import store_partial, store_whole
+from pallas_kernels.mla.mosaic_gather import PARTS, TILE, TileRows, copy_layout
 from pallas_kernels.mla.mosaic_latent import LOG2E, NO_KEYS, ROWS, BlockMemory, TileShape, pair_stages, run, scratch
-from pallas_kernels.mosaic import plgpu, row_layout, swizzle_transforms
+from pallas_kernels.mosaic import plgpu, row_layout
 
-WIDTH = 512
-"""Values of a row."""
-
-TILE = PAGE_SIZE
-"""Slots of a list that are multiplied at once."""
-
-_HALF, _QUARTER = WIDTH // 2, WIDTH // 4
-_REGISTERS = 216, 72  # of a warpgroup that computes, and of the one that copies
-_GROUPS = 8  # of copies in a pair of tiles: the quarters of each
-_COPY_BYTES = 16  # the most that `cp.async` copies
-_TILE_BYTES = 8 * 128
+_REGISTERS = 216, 72  # of a warpgroup that computes, and of the one that gathers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +43,10 @@ class ListShape(TileShape):
     """Rows of each array in a layer."""
 
     @property
+    def values_dtype(self) -> jnp.dtype:
+        return self.dtype
+
+    @property
     def key_parts(self) -> int:
         return 4
 
@@ -64,10 +59,17 @@ class ListShape(TileShape):
         return -(-(self.window + self.entries) // self.share)
 
 
-def supports(q: Any, array: Any) -> bool:
-    """Returns whether the kernel takes these queries and rows, or their shapes and types: not FP8 rows."""
+def supports(q: Any, array: Any, plain: int) -> bool:
+    """Returns whether the kernel takes these queries and rows, or their shapes and types."""
     heads, width = q.shape[1:]
-    return array.dtype == q.dtype and q.dtype in HALF_DTYPES and width == WIDTH and heads % ROWS == 0
+    if q.dtype not in HALF_DTYPES or width != LISTED_WIDTH or heads % ROWS:
+        return False
+    fp8_rows = (
+        array.dtype == jnp.uint8
+        and (plain, array.shape[-1]) == (LISTED_PLAIN, LISTED_BYTES)
+        and q.dtype == jnp.bfloat16
+    )
+    return array.dtype == q.dtype or fp8_rows
 
 
 def attend_lists(
@@ -86,8 +88,8 @@ def attend_lists(
     Args:
       q: `[N, H, 512]`, H a multiple of 64.
       sink: `[L, H]` float32.
-      own: `[T, 512]`, the rows with numbers -1 - t.
-      window: rows `[R, 512]`, numbers `[N, window]` and counts `[N]`.
+      own: `[T, W]`, the rows with numbers -1 - t: W is 512 in q's dtype, or 584 bytes.
+      window: rows `[R, W]`, numbers `[N, window]` and counts `[N]`.
       entries: the same of entries.
       layers: `[3]` int32: that of the sink, of the window's rows and of the entries'.
 
@@ -111,7 +113,7 @@ def attend_lists(
         kernel_name="attend_lists",
         interpret=interpret,
     )
-    return kernel(q, sink, own, *window, *entries, layers)
+    return kernel(q, sink, own, *window, *entries, layers, np.zeros((1, own.shape[1]), own.dtype))
 
 
 def _body(shape: ListShape, *arrays: Any, **smem: Any):
@@ -154,6 +156,7 @@ class _ListMemory(BlockMemory):
     entry_numbers: Any
     entry_counts: Any
     layers: Any
+    zeros: Any
     out: Any
     lse: Any
 
@@ -228,137 +231,69 @@ class _ListMemory(BlockMemory):
         store(self, half, piece, output, jnp.where(seen, lse, NO_KEYS))
 
     def first_pair(self, piece):
-        return tuple(self.numbers(piece, tile) for tile in range(2))
+        rows = self.rows_of(piece, 0)
+        return rows, self.first_part(rows) if self.shape.fp8 else self.rows_of(piece, 1)
 
-    def numbers(self, piece, tile):
-        """Reads the numbers of a tile's rows, for each lane those of its rows; past a list's end others."""
-        in_window, place, _ = self.slot(piece, tile)
+    def rows_of(self, piece, tile):
+        """Returns where a tile's rows are: their numbers past a list's end are others."""
+        in_window, place, real = self.slot(piece, tile)
 
         def of(numbers, most):
             slots = pl.ds(jnp.minimum(place, most - TILE), TILE)
             return lambda: plgpu.load(numbers.at[piece.query, slots], layout=copy_layout().reduce(1), optimized=False)
 
-        return lax.cond(
+        numbers = lax.cond(
             in_window, of(self.window_numbers, self.shape.window), of(self.entry_numbers, self.shape.entries)
         )
+        first = jnp.where(in_window, self.layers[1] * self.shape.window_rows, self.layers[2] * self.shape.entry_rows)
+        return TileRows(numbers, in_window.astype(jnp.int32), first, real)
+
+    @property
+    def arrays(self):
+        return self.own, self.window, self.entries, *([self.zeros] if self.shape.fp8 else [])
+
+    def fetch(self, what, rows, *part):
+        return what(self.arrays, rows, *part, interpreted=self.shape.interpreted)
 
     def load_pair(self, piece, pair, pairs_before, carry):
-        following = tuple(self.numbers(piece, 2 * pair + 2 + stage) for stage in range(2))
-        for stage, numbers in enumerate(carry):
-            in_window, _, real = self.slot(piece, 2 * pair + stage)
-            first = jnp.where(
-                in_window, self.layers[1] * self.shape.window_rows, self.layers[2] * self.shape.entry_rows
-            )
+        if self.shape.fp8:
+            return self.dequantize_pair(piece, pair, pairs_before, *carry)
+        following = self.rows_of(piece, 2 * pair + 2), self.rows_of(piece, 2 * pair + 3)
+        for stage, rows in enumerate(carry):
             for half, target in enumerate((self.smem.left[stage], self.smem.right[stage])):
                 pl.when(pairs_before > 0)(functools.partial(self.wait_until_free, stage, half))
-                copy = _copy_in_turn if self.shape.interpreted else copier(self.shape.dtype)
-                arrays = target, self.own, self.window, self.entries, numbers
-                copy(*arrays, in_window.astype(jnp.int32), first, real, jnp.int32(half))
+                mosaic_gather.copy_half(target, self.arrays, rows, half, interpreted=self.shape.interpreted)
         return following
 
+    def first_part(self, rows):
+        return self.fetch(mosaic_gather.fetch_exponents, rows), self.fetch(mosaic_gather.fetch_part, rows, 0)
+
+    def dequantize_pair(self, piece, pair, pairs_before, rows, fetched):
+        """Dequantizes a pair of tiles into the stages when those are free; returns what has begun the following."""
+        zero = lax.shift_right_logical(pairs_before, 30)
+        for stage in range(2):
+            following = self.rows_of(piece, 2 * pair + stage + 1)
+            exponents, values = mosaic_gather.packer()(fetched[0]), fetched[1]
+            for part in range(PARTS):
+                if part + 1 < PARTS:
+                    after = self.fetch(mosaic_gather.fetch_part, rows, part + 1)
+                else:
+                    fetched = self.first_part(following)
+                quarter = part // 2
+                if part in (0, PARTS // 2):
+                    pl.when(pairs_before > 0)(functools.partial(self.wait_until_free, stage, quarter // 2, zero))
+                mosaic_gather.store_part(self.part(stage, quarter, zero), part, values, exponents)
+                if part % 2:
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(self.full(stage, quarter, zero))
+                values = after
+            self.fetch(mosaic_gather.prefetch, following)
+            rows = following
+        return rows, fetched
+
     def finish_pair(self, pair):
+        if self.shape.fp8:
+            return
         for number, (stage, part) in enumerate(itertools.product(range(2), range(4))):
-            if not self.shape.interpreted:
-                _waiter(_GROUPS - 1 - number)()
-            plgpu.commit_smem()
+            mosaic_gather.wait_for_copies(number, interpreted=self.shape.interpreted)
             plgpu.barrier_arrive(self.full(stage, part, lax.shift_right_logical(pair, 30)))
-
-
-def copy_layout() -> Any:
-    """Returns the layout in which eight lanes have 128 bytes of a row."""
-    return plgpu.Layout.SMEM_GMEM_COPY((TILE, 64), jnp.bfloat16, 128)
-
-
-def _copy_in_turn(target, own, window, entries, numbers, in_window, first, real, half) -> None:
-    """Does in the interpreter what `copier`'s function does, row by row."""
-    columns = pl.ds(half * _HALF, _HALF)
-
-    def copy(i, rows):
-        number = numbers[i]
-        read = [
-            lambda: jnp.zeros(_HALF, rows.dtype),
-            lambda: own[-1 - number, columns],
-            lambda: window[first + number, columns],
-            lambda: entries[first + number, columns],
-        ]
-        which = jnp.where(i >= real, 0, jnp.where(number < 0, 1, jnp.where(in_window > 0, 2, 3)))
-        return rows.at[i].set(lax.switch(which, read))
-
-    rows = lax.fori_loop(0, TILE, copy, jnp.zeros((TILE, _HALF), target.dtype))
-    for quarter in range(2):
-        target[quarter] = rows[:, quarter * _QUARTER : (quarter + 1) * _QUARTER]
-
-
-@functools.cache
-def copier(dtype: jnp.dtype) -> Any:
-    """Returns the function that starts to copy a half of each row of a tile, in a group of copies for each quarter.
-
-    Its arguments are half of a stage `[2, 64, 128]`; the arrays `own`, window and entries `[rows, 512]`; the tile's row
-    numbers in `copy_layout`; whether they are of the window; the first row of the layer there; how many rows are real;
-    which half of their columns to copy.
-    """
-    target, memory, scalar = plgpu.RefType(swizzle_transforms(dtype, 64)), plgpu.RefType(), plgpu.Layout.WG_SPLAT
-    types = (target, memory, memory, memory, copy_layout().reduce(1), *[scalar] * 4)
-    return plgpu.inline_mgpu(arg_types=types)(_copy)
-
-
-def _copy(_, target, own, window, entries, numbers, *scalars) -> None:
-    """Emits the copies; references are memrefs, arrays and scalars Mosaic's fragments."""
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
-
-    i8, i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (8, 32, 64))
-    in_window, first, real, half = (scalar.registers.item() for scalar in scalars)
-    less, differs = arith.CmpIPredicate.slt, arith.CmpIPredicate.ne
-
-    def c(value: int) -> Any:
-        return utils.c(value, i32)
-
-    def address(ref: Any) -> Any:
-        return llvm.ptrtoint(i64, utils.memref_ptr(ref))
-
-    def element(register: Any) -> Any:
-        return vector.extract(register, [], [0]) if isinstance(register.type, ir.VectorType) else register
-
-    # Thread t has the numbers of rows 8 (t / 32) + t % 32 / 8 + {0, 4, 32, 36}, as the layout says.
-    thread = arith.remui(utils.thread_idx(), c(128))
-    warp, lane = arith.divui(thread, c(32)), arith.remui(thread, c(8))
-    row_of_tile = arith.remui(arith.divui(thread, c(8)), c(4))
-    listed = arith.select(arith.cmpi(differs, in_window, c(0)), address(window), address(entries))
-    column = arith.addi(arith.muli(half, c(2 * _HALF)), arith.muli(lane, c(_COPY_BYTES)))
-    copies = []
-    for (far, near), number in zip(itertools.product(range(2), range(2)), numbers.registers.flat, strict=True):
-        # A swizzled tile is 8 rows of 128 bytes, whose 16 bytes change places by their row; a quarter is 8 x 2 tiles.
-        row = arith.addi(row_of_tile, c(4 * near))
-        place = arith.addi(arith.muli(arith.xori(lane, row), c(_COPY_BYTES)), arith.muli(row, c(128)))
-        place = arith.addi(place, arith.muli(warp, c(2 * _TILE_BYTES)))
-        to = utils.getelementptr(utils.memref_ptr(target), [place], i8)
-        to = utils.getelementptr(to, [4 * far * 2 * _TILE_BYTES], i8)
-
-        number = element(number)
-        is_own = arith.cmpi(less, number, c(0))
-        number = arith.select(is_own, arith.subi(c(-1), number), arith.addi(first, number))
-        start = arith.muli(arith.extsi(i64, number), utils.c(2 * WIDTH, i64))
-        start = arith.addi(arith.select(is_own, address(own), listed), arith.addi(start, arith.extui(i64, column)))
-        slot = arith.addi(arith.addi(arith.muli(warp, c(8)), row), c(32 * far))
-        size = arith.select(arith.cmpi(less, slot, real), c(_COPY_BYTES), c(0))
-        copies.append((to, llvm.inttoptr(llvm.PointerType.get(1), start), size))
-    for quarter in range(2):
-        for (to, start, size), tile in itertools.product(copies, range(2)):
-            to = utils.getelementptr(to, [(16 * quarter + tile) * _TILE_BYTES], i8)
-            start = utils.getelementptr(start, [2 * _QUARTER * quarter + 128 * tile], i8)
-            nvvm.cp_async_shared_global(to, start, _COPY_BYTES, nvvm.LoadCacheModifierKind.CG, cp_size=size)
-        nvvm.cp_async_commit_group()
-
-
-@functools.cache
-def _waiter(groups: int) -> Any:
-    """Returns the function that waits until at most the last `groups` groups of copies are under way."""
-
-    def wait(_: Any) -> None:
-        from jaxlib.mlir.dialects import nvvm
-
-        nvvm.cp_async_wait_group(groups)
-
-    return plgpu.inline_mgpu()(wait)

@@ -25,7 +25,7 @@ from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
 from pallas_kernels.gemm.plan import WIDE_TILE_M, TilePlan, plan_contiguous, plan_dense
 from pallas_kernels.gemm.schedule import Dense
 from pallas_kernels.grouped import choose_tile_m
-from pallas_kernels.mla.layout import PAGE_SIZE
+from pallas_kernels.mla.layout import LISTED_BYTES, PAGE_SIZE
 from tools.doctor.fast import scheduled
 from tools.sass.counts import assumed
 from tools.sass.model import Load, Protocol, Role, TmaLink
@@ -82,6 +82,7 @@ def kernels() -> Iterator[SassKernel]:
         yield decode(heads, fp8=fp8)
     for heads in (64, 128):
         yield listed_rows(heads)
+    yield listed_rows(64, fp8=True)
     yield prefill()
     yield prefill_spans()
     yield prefill_topk()
@@ -115,22 +116,30 @@ def decode(heads: int, *, fp8: bool = False) -> SassKernel:
     )
 
 
-def listed_rows(heads: int) -> SassKernel:
-    """Returns DeepSeek-V4's attention to its window and entries in bfloat16.
+def listed_rows(heads: int, *, fp8: bool = False) -> SassKernel:
+    """Returns DeepSeek-V4's attention to its window and entries.
 
-    The warpgroup that copies rows is modelled as TMA is: what it issues is not counted.
+    The warpgroup that copies bfloat16 rows is modelled as TMA is: what it issues is not counted.
     """
     entries = next(entries for entries, of_heads in ENTRIES if of_heads == heads)
     pages = _pages(blocks=1)
     roles = (dataclasses.replace(role, waits=tuple(filter(_is_no_rope, role.waits))) for role in pages.roles)
     loads = tuple(load for load in pages.loads if _is_no_rope(load.full))
+    protocol = dataclasses.replace(pages, roles=tuple(roles), loads=loads)
+    if fp8:
+        protocol = dataclasses.replace(
+            protocol, roles=(*protocol.roles, _dequantizing("part 0", "part 1", "part 2", "part 3")), loads=()
+        )
     return SassKernel(
-        name=f"listed rows, {heads} heads",
+        name=f"listed rows, {heads} heads{', FP8 rows' if fp8 else ''}",
         symbol="attend_lists",
-        case=attend_case(entries, heads, fp8=False),
-        protocol=dataclasses.replace(pages, roles=tuple(roles), loads=loads),
+        case=attend_case(entries, heads, fp8),
+        protocol=protocol,
         passes="2 tiles of 64 rows, 64 heads",
-        memory_bytes=2 * PAGE_SIZE * 2 * LATENT / (heads / 64),  # blocks of one query share its rows
+        memory_bytes=2
+        * PAGE_SIZE
+        * (LISTED_BYTES if fp8 else 2 * LATENT)
+        / (heads / 64),  # blocks of a query share rows
         links=(FAST, SHARED, MEMORY) if heads == 64 else (FAST, SHARED),
     )
 
@@ -170,11 +179,14 @@ def _fp8_pages() -> Protocol:
         for load in pages.loads
         if load.full.startswith("part 4")
     )
-    free = tuple(f"{half}_free_{stage}" for stage in "ab" for half in ("left", "right"))
-    parts = ("part 0", "part 1", _ROPE_ASKED, "part 2", "part 3")
-    arrives = tuple(f"{part} of {stage}" for stage in "ab" for part in parts)
-    feeding = Role(free, arrives, fetches=True)
+    feeding = _dequantizing("part 0", "part 1", _ROPE_ASKED, "part 2", "part 3")
     return dataclasses.replace(pages, roles=(*pages.roles, feeding), loads=asked)
+
+
+def _dequantizing(*parts: str) -> Role:
+    """Returns the warpgroup that loads pages into registers and dequantizes them, part by part."""
+    free = tuple(f"{half}_free_{stage}" for stage in "ab" for half in ("left", "right"))
+    return Role(free, tuple(f"{part} of {stage}" for stage in "ab" for part in parts), fetches=True)
 
 
 def prefill() -> SassKernel:

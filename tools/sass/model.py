@@ -174,6 +174,8 @@ class _Multiprocessor:
         """Starts each copy once its place is free and the copy before it has been issued."""
         last = 0.0
         for number in itertools.count():
+            if not self.protocol.loads:
+                yield
             for load in self.protocol.loads:
                 phase, arrival = number if load.asked else number - self.protocol.ahead, 0.0
                 if phase >= 0:

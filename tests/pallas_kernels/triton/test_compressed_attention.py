@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from pallas_kernels.mosaic import interpret_params, reset_interpreter
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 REFERENCE, TRITON = Backend.REFERENCE, Backend.TRITON
+BF16, F16 = jnp.bfloat16, jnp.float16
 WINDOW, ENTRIES, PAGES, ROTATED = 20, 70, 6, 64
 NOWHERE = np.iinfo(np.int32)
 _encode_rows = jax.jit(encode_rows, static_argnums=(1, 2))
@@ -135,16 +137,18 @@ def test_widths_and_heads_of_deepseek_v4(number: int) -> None:
         np.testing.assert_allclose(case.attend(TRITON), case.expected(), atol=0.02)
 
 
-@pytest.mark.parametrize("share", [64, 128, 1280])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_listed_rows_on_hopper(share, dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("share", "dtype", "fp8"),
+    [*itertools.product((64, 128, 1280), (BF16, F16), (False,)), (64, BF16, True), (1280, BF16, True)],
+)
+def test_listed_rows_on_hopper(share, dtype, fp8, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs Mosaic's kernel in its interpreter, which detects races; the rows are those of an array's second layer."""
     monkeypatch.setattr(compressed, "SHARE", share)
-    case = lists(((0, 0), (20, 70), (7, 33), (0, 65)), heads=64, d=512, dtype=dtype)
+    case = lists(((0, 0), (20, 70), (7, 33), (0, 65)), heads=64, d=512, dtype=dtype, fp8=fp8)
 
     def second(rows: RowList) -> RowList:
         pages, of_page, _ = rows.array.shape
-        both = jnp.concatenate([jnp.full_like(rows.array, jnp.nan), rows.array])
+        both = jnp.concatenate([jnp.full_like(rows.array, 255 if fp8 else jnp.nan), rows.array])
         return dataclasses.replace(rows, array=both, layer=jnp.int32(1), layer_rows=pages * of_page)
 
     how = {"scale": 0.1, "layer": jnp.int32(1), "interpret": interpret_params()}

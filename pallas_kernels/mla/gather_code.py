@@ -81,8 +81,8 @@ def pack(layout: Any, _: Any, exponents: Any) -> Any:
 def scale(part: int, layout: Any, _: Any, packed: Any) -> Any:
     """Emits the powers of two of a part of four rows, whose exponents one of eight lanes has."""
     (register,) = packed.registers.flat
-    taken = f"shfl.sync.idx.b32 $0, $1, {part}, 0x181f, 0xffffffff;"  # within groups of eight lanes
-    four = llvm.inline_asm(_int(32), [_element(register)], taken, "=r,r")
+    all_lanes, groups_of_eight = _c(-1), _c(0x181F)
+    four = nvvm.shfl_sync(all_lanes, _element(register), _c(part), groups_of_eight, nvvm.ShflKind.idx)
     found = []
     for place in range(4):
         bits = arith.shli(arith.andi(arith.shrui(four, _c(8 * place)), _c(255)), _c(23))

@@ -97,11 +97,14 @@ def fetch_exponents(arrays: Sequence[Any], rows: TileRows, *, interpreted: bool)
     return _rows_in_turn(arrays, rows, pl.ds(_FIRST_SCALE, PARTS)).astype(jnp.int32)
 
 
-def store_part(quarter: Any, part: int, values: jax.Array, exponents: jax.Array) -> None:
-    """Stores what `fetch_part` has read, dequantized, to its half of a quarter `[64, 128]` bfloat16."""
+def store_part(quarter: Any, part: int, values: jax.Array, packed: jax.Array) -> None:
+    """Stores what `fetch_part` has read, dequantized, to its half of a quarter `[64, 128]` bfloat16.
+
+    `packed` is what `packer` makes of the tile's exponents.
+    """
     if part < ROTATED_PART:  # sm_90 converts e4m3 to float16 alone
         values = values.astype(jnp.float16).astype(jnp.float32).astype(jnp.bfloat16)
-        values *= lax.broadcast_in_dim(scale_of(part)(exponents).astype(jnp.bfloat16), values.shape, [0])
+        values *= lax.broadcast_in_dim(scale_of(part)(packed).astype(jnp.bfloat16), values.shape, [0])
     quarter[:, pl.ds(part % 2 * _COLUMNS, _COLUMNS)] = values
 
 

@@ -269,11 +269,14 @@ class _ListMemory(BlockMemory):
         return self.fetch(mosaic_gather.fetch_exponents, rows), self.fetch(mosaic_gather.fetch_part, rows, 0)
 
     def dequantize_pair(self, piece, pair, pairs_before, rows, fetched):
-        """Dequantizes a pair of tiles into the stages when those are free; returns what has begun the following."""
+        """Dequantizes a pair of tiles into the stages when those are free; returns the rows of the following, begun.
+
+        A tile is asked for in the L2 cache where its addresses are in registers anyway: more registers would spill.
+        """
         zero = lax.shift_right_logical(pairs_before, 30)
         for stage in range(2):
             following = self.rows_of(piece, 2 * pair + stage + 1)
-            exponents, values = mosaic_gather.packer()(fetched[0]), fetched[1]
+            packed, values = mosaic_gather.packer()(fetched[0]), fetched[1]
             for part in range(PARTS):
                 if part + 1 < PARTS:
                     after = self.fetch(mosaic_gather.fetch_part, rows, part + 1)
@@ -282,7 +285,7 @@ class _ListMemory(BlockMemory):
                 quarter = part // 2
                 if part in (0, PARTS // 2):
                     pl.when(pairs_before > 0)(functools.partial(self.wait_until_free, stage, quarter // 2, zero))
-                mosaic_gather.store_part(self.part(stage, quarter, zero), part, values, exponents)
+                mosaic_gather.store_part(self.part(stage, quarter, zero), part, values, packed)
                 if part % 2:
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(self.full(stage, quarter, zero))

@@ -120,7 +120,12 @@ def test_fp8_rows_are_read_with_their_scales(part: int) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "fp8", "instructions", "cycles"),
-    [(64, False, 1584, (5588, 5588)), (128, False, 1584, (5588, 5588)), (64, True, 3334, (6945, 7023))],
+    [
+        (64, False, 1584, (5588, 5588)),
+        (128, False, 1584, (5588, 5588)),
+        (64, True, 3334, (6945, 7023)),
+        (128, True, 3334, (6945, 7023)),
+    ],
 )
 def test_no_register_spills(heads: int, fp8: bool, instructions: int, cycles: tuple[int, int]) -> None:
     """And the main loop is no longer than recorded: half of its cycles are those of 64 rows."""

@@ -34,7 +34,7 @@ from benchmarks.record import Cell, Report, arguments, run
 from dsv3.http_client import Address, Client
 from tools.load import RequestRecord, complete
 
-_SAMPLE_S = 5.0
+_SAMPLE_S, _TURN_S = 5.0, 0.02
 _SPARE_DESCRIPTORS = 8
 """Connections of this client, and the API server's pipes to workers that have started meanwhile."""
 _COMPILED = "dsv3:recompilations_total"
@@ -44,7 +44,8 @@ _COMPILED = "dsv3:recompilations_total"
 class Totals:
     """Counts of what has happened so far; `rss` and `descriptors` (by process id) hold samples.
 
-    `gaps` is the longest time between two chunks of each stream that came to its end.
+    `gaps` is the longest time between two chunks of each stream that came to its end. `late` is by how much each turn
+    of the clients' own event loop was late, which lengthens the gaps that it falls into.
     """
 
     disconnected: int = 0
@@ -52,6 +53,7 @@ class Totals:
     failed: list[str] = dataclasses.field(default_factory=list)
     ttft: list[float] = dataclasses.field(default_factory=list)
     gaps: list[float] = dataclasses.field(default_factory=list)
+    late: list[float] = dataclasses.field(default_factory=list)
     rss: list[int] = dataclasses.field(default_factory=list)
     descriptors: list[dict[int, int]] = dataclasses.field(default_factory=list)
 
@@ -95,11 +97,12 @@ async def _soak(report: Report, given: argparse.Namespace) -> int:
     names = (given.attack or list(ATTACKS)) if given.hostile else []
     tally.look(given.server_pid)
     with besieged(address.port, given.seconds, given.attack_seconds, names) as (attacking, feeling):
-        client, sampler = Client(address), asyncio.create_task(_sample(tally, started, given))
+        client = Client(address)
+        watching = asyncio.gather(_sample(tally, started, given), _watch_own_loop(tally))
         try:
             await asyncio.gather(*(_client(client, tally, i, started, given) for i in range(given.clients)))
         finally:
-            sampler.cancel()
+            watching.cancel()
             await client.close()  # with its connections, whose descriptors are not the server's
         made = await asyncio.to_thread(attacking.get, PATIENCE_S)
         felt = await asyncio.to_thread(feeling.get, PATIENCE_S)
@@ -126,6 +129,13 @@ async def _client(client: Client, tally: Totals, number: int, started: float, gi
             timeout_s=120.0 if leave_after else 0.01, leave_after=leave_after,
         )  # fmt: skip
         await asyncio.sleep(tally.add(record))
+
+
+async def _watch_own_loop(tally: Totals) -> None:
+    while True:
+        started = time.monotonic()
+        await asyncio.sleep(_TURN_S)
+        tally.late.append(time.monotonic() - started - _TURN_S)
 
 
 async def _sample(tally: Totals, started: float, given: argparse.Namespace) -> None:
@@ -156,7 +166,8 @@ def _report(
         ["requests, pages and compiled programs left", int(sum(left.values()))],
     ]
     report.table(f"{given.clients} clients, {given.seconds:g} s", ["what", "result"], counts)
-    waits = {"longest gap of a stream": tally.gaps, "/health": felt.health}
+    waits = {"longest gap of a stream": tally.gaps, "/health": felt.health,
+             "turns of the clients' own loop, late": tally.late}  # fmt: skip
     rows = ([name, *percentiles(values)] for name, values in waits.items() if values)
     report.table("What clients felt", ["what", "p50 (ms)", "p99 (ms)", "worst (ms)"], rows)
     samples = {"resident memory (MiB)": [round(value / 2**20) for value in tally.rss],

@@ -54,7 +54,8 @@ def test_a_step_reads_listed_rows_where_they_are(batch, monkeypatch: pytest.Monk
     assert module.host_waits == ()
     counts = hlo.kernels(module)
     assert counts["mixing"] <= 6 * 3 + 4 and sum(counts.values()) <= 124, f"many small kernels: {counts}"
-    attended = rf"bf16\[{batch.tokens.size},1,64,512\]\S* .* custom-call\(.*triton_kernel_call"
+    n = batch.tokens.size
+    attended = rf"\(bf16\[{n},64,512\]\S*, f32\[{n},64\]\S*\) custom-call\(.*mosaic_gpu"
     assert len(re.findall(attended, text)) == 3, "a kernel in each layer"
     row = pages["window_latents"].shape[2]
     assert not re.findall(rf"= u8\[[\d,]+,{row}\]\S* (?:gather|copy)\(", text)

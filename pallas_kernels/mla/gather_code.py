@@ -72,10 +72,10 @@ def fetch_exponents(layout: Any, _: Any, *arrays_and_rows: Any) -> Any:
 
 def pack(layout: Any, _: Any, exponents: Any) -> Any:
     """Emits one register of a thread's four exponents."""
-    both = _c(0)
+    four = _c(0)
     for place, register in enumerate(exponents.registers.flat):
-        both = arith.ori(both, arith.shli(_element(register), _c(8 * place)))
-    return _fragment([_single(both)], (16, 8), layout, is_signed=True)
+        four = arith.ori(four, arith.shli(_element(register), _c(8 * place)))
+    return _fragment([_single(four)], (16, 8), layout, is_signed=True)
 
 
 def scale(part: int, layout: Any, _: Any, packed: Any) -> Any:

@@ -252,8 +252,8 @@ class _ListMemory(BlockMemory):
     def arrays(self):
         return self.own, self.window, self.entries, *([self.zeros] if self.shape.fp8 else [])
 
-    def fetch(self, what, rows, *part):
-        return what(self.arrays, rows, *part, interpreted=self.shape.interpreted)
+    def gather(self, call, rows, *part):
+        return call(self.arrays, rows, *part, interpreted=self.shape.interpreted)
 
     def load_pair(self, piece, pair, pairs_before, carry):
         if self.shape.fp8:
@@ -266,7 +266,7 @@ class _ListMemory(BlockMemory):
         return following
 
     def first_part(self, rows):
-        return self.fetch(mosaic_gather.fetch_exponents, rows), self.fetch(mosaic_gather.fetch_part, rows, 0)
+        return self.gather(mosaic_gather.fetch_exponents, rows), self.gather(mosaic_gather.fetch_part, rows, 0)
 
     def dequantize_pair(self, piece, pair, pairs_before, rows, fetched):
         """Dequantizes a pair of tiles into the stages when those are free; returns the rows of the following, begun.
@@ -279,7 +279,7 @@ class _ListMemory(BlockMemory):
             packed, values = mosaic_gather.packer()(fetched[0]), fetched[1]
             for part in range(PARTS):
                 if part + 1 < PARTS:
-                    after = self.fetch(mosaic_gather.fetch_part, rows, part + 1)
+                    after = self.gather(mosaic_gather.fetch_part, rows, part + 1)
                 else:
                     fetched = self.first_part(following)
                 quarter = part // 2
@@ -290,7 +290,7 @@ class _ListMemory(BlockMemory):
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(self.full(stage, quarter, zero))
                 values = after
-            self.fetch(mosaic_gather.prefetch, following)
+            self.gather(mosaic_gather.prefetch, following)
             rows = following
         return rows, fetched
 

@@ -110,7 +110,7 @@ def run(ptx: str, threads: int, buffers: tuple[np.ndarray, ...], shared_words: i
             for i, operand in enumerate(operands):
                 store(number, first + size * i, size, value(operand))
         elif name == "mov.b32":
-            if line.index("{" if "{" in line else ",") > line.index(","):  # two halves; others are not used
+            if "{" in line.partition(",")[2]:  # of two halves; what others write is not read
                 registers[operands[0]] = value(operands[1]) | value(operands[2]) << 16
         elif name == "shfl.sync.idx.b32":
             lanes = np.arange(threads)

@@ -125,21 +125,17 @@ def listed_rows(heads: int, *, fp8: bool = False) -> SassKernel:
     pages = _pages(blocks=1)
     roles = (dataclasses.replace(role, waits=tuple(filter(_is_no_rope, role.waits))) for role in pages.roles)
     loads = tuple(load for load in pages.loads if _is_no_rope(load.full))
-    protocol = dataclasses.replace(pages, roles=tuple(roles), loads=loads)
+    protocol, row = dataclasses.replace(pages, roles=tuple(roles), loads=loads), 2 * LATENT
     if fp8:
-        protocol = dataclasses.replace(
-            protocol, roles=(*protocol.roles, _dequantizing("part 0", "part 1", "part 2", "part 3")), loads=()
-        )
+        feeding = _dequantizing("part 0", "part 1", "part 2", "part 3")
+        protocol, row = dataclasses.replace(protocol, roles=(*protocol.roles, feeding), loads=()), LISTED_BYTES
     return SassKernel(
         name=f"listed rows, {heads} heads{', FP8 rows' if fp8 else ''}",
         symbol="attend_lists",
         case=attend_case(entries, heads, fp8),
         protocol=protocol,
         passes="2 tiles of 64 rows, 64 heads",
-        memory_bytes=2
-        * PAGE_SIZE
-        * (LISTED_BYTES if fp8 else 2 * LATENT)
-        / (heads / 64),  # blocks of a query share rows
+        memory_bytes=2 * PAGE_SIZE * row / (heads / 64),  # blocks of one query share its rows
         links=(FAST, SHARED, MEMORY) if heads == 64 else (FAST, SHARED),
     )
 

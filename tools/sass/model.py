@@ -175,7 +175,7 @@ class _Multiprocessor:
         last = 0.0
         for number in itertools.count():
             if not self.protocol.loads:
-                yield
+                yield  # to the warps, for ever
             for load in self.protocol.loads:
                 phase, arrival = number if load.asked else number - self.protocol.ahead, 0.0
                 if phase >= 0:

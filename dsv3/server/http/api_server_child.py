@@ -46,9 +46,11 @@ async def _run(start: messages.StartApiServer, link: socket.socket, listener: so
     config = make_config(start)
     engine = make_client(config, start.sender)
     service = await make_service(config, engine, numbers, start.created)
+    api_server = _ApiServer(service, start.sender)
+    await api_server.listen(link)
+    await wait_for_any(engine.settled, api_server.drain)  # until then other API servers accept the connections
     async with serving(service, config, listener) as server:
-        api_server = _ApiServer(service, server, start.sender)
-        await api_server.listen(link)
+        api_server.on_serving(server)
         await wait_for_any(api_server.drain, engine.ended)
         if engine.ended.is_set():
             # The engine has failed, or only this connection to it: then API server 0 replaces this process.
@@ -80,19 +82,24 @@ def make_config(start: messages.StartApiServer) -> ServerConfig:
 class _ApiServer:
     """Handles the messages of API server 0 from `listen` on, and connects to each engine that it announces."""
 
-    def __init__(self, service: Service, server: HttpServer, sender: int) -> None:
+    def __init__(self, service: Service, sender: int) -> None:
         self.drain, self.abort, self.engine_failed = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._service, self._server = service, server
+        self._service = service
+        self._server: HttpServer | None = None
         self._engines = [
             _EngineConnection(i, each, sender, self._send) for i, each in enumerate(service.engine.members)
         ]
         self._transport: asyncio.WriteTransport
 
     async def listen(self, link: socket.socket) -> None:
-        """Starts to handle messages and sends `ApiServerReady`; exits the process when the link closes."""
+        """Starts to handle messages and sends `ApiServerStarted`; exits the process when the link closes."""
         self._transport, _ = await asyncio.get_running_loop().create_connection(
             lambda: frames.FrameProtocol(self._on_message, lambda _: os._exit(1)), sock=link
         )
+        self._send(messages.ApiServerStarted())
+
+    def on_serving(self, server: HttpServer) -> None:
+        self._server = server
         self._send(messages.ApiServerReady())
 
     def _send(self, message: messages.FromApiServer) -> None:
@@ -106,7 +113,8 @@ class _ApiServer:
                     self.abort.set()
             case messages.ReloadApiServer(tenants):
                 self._service.tenants.replace(tenants)
-                self._server.reload()
+                if self._server is not None:
+                    self._server.reload()
             case messages.EngineStarted(index, number, address):
                 self._engines[index].connect(number, address)
             case messages.EngineLost(index, number, reason):

@@ -110,6 +110,7 @@ class _ApiServerProcess:
         self.number = start.api_server
         self.sender = -1
         self.is_ready = asyncio.Event()
+        self._has_started = False
         self._start, self._listener, self._numbers = start, listener, numbers
         self._engines, self._on_failure = engines, on_failure
         self._process: LinkedChild | None = None
@@ -119,7 +120,7 @@ class _ApiServerProcess:
     async def run(self) -> None:
         """Runs one process after the other until `end` or `disconnect`."""
         while not self._end_messages:
-            self.is_ready.clear()
+            self._has_started = False
             try:
                 status = await self._run_once()
             except OSError as error:
@@ -128,7 +129,7 @@ class _ApiServerProcess:
             if self._end_messages:
                 return
             _log.error("API server %d has ended with exit status %s", self.number, status)
-            if not self.is_ready.is_set():
+            if not self._has_started:
                 self._on_failure(f"API server {self.number} could not start (exit status {status})")
                 return
             await asyncio.sleep(_RESTART_S)
@@ -174,6 +175,8 @@ class _ApiServerProcess:
 
     def _on_message(self, body: memoryview) -> None:
         match messages.from_api_server.decode(body):
+            case messages.ApiServerStarted():
+                self._has_started = True
             case messages.ApiServerReady():
                 self.is_ready.set()
             case messages.EngineLost(index, number, reason):

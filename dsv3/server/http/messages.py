@@ -60,13 +60,17 @@ class EngineLost(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class ApiServerStarted(msgspec.Struct, frozen=True, tag=True):
+    """The API server has read its files, and waits for the engine."""
+
+
 class ApiServerReady(msgspec.Struct, frozen=True, tag=True):
-    """The API server accepts HTTP requests."""
+    """The API server has an engine and accepts HTTP requests."""
 
 
 ToApiServer = StartApiServer | DrainApiServer | ReloadApiServer | EngineStarted | EngineLost | EngineFailure
 """After an `EngineFailure` the engine is not restarted: the instance is about to exit."""
-FromApiServer = ApiServerReady | EngineLost
+FromApiServer = ApiServerStarted | ApiServerReady | EngineLost
 
 to_api_server = msgspec.msgpack.Decoder(ToApiServer)
 from_api_server = msgspec.msgpack.Decoder(FromApiServer)

@@ -29,6 +29,10 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=30)
 
+    def wait_started(self) -> None:
+        """Waits for the line that all API servers have an engine."""
+        assert "ready\n" in iter(self.process.stdout.readline, ""), self.log.read_text()
+
     def wait_ready(self) -> None:
         """Polls until each of several new connections is to an API server whose engine is ready."""
         new_connection = {"Connection": "close"}
@@ -86,7 +90,7 @@ def running(model_dir: Path, *, ready: bool = True, open_files: int = 0, **setti
         try:
             server = Server(process, Path(log.name))
             if ready:
-                server.wait_ready()
+                server.wait_started()
             family = psutil.Process(process.pid).children(recursive=True)
             yield server
             server.stop()

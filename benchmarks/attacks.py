@@ -227,8 +227,13 @@ def _leave_the_cores() -> None:
     """
     os.setsid()
     os.nice(_NICE)
+    set_session_nice(_NICE)
+
+
+def set_session_nice(value: int) -> None:
+    """Sets the priority of this process's session where Linux divides the processor so; below 0 only root may."""
     with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(_NICE))
+        Path("/proc/self/autogroup").write_text(str(value))
 
 
 def _make(name: str, port: int, seconds: float) -> int:

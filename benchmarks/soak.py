@@ -24,12 +24,11 @@ import os
 import random
 import statistics
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
 
-from benchmarks.attacks import ATTACKS, PATIENCE_S, Felt, besieged, percentiles
+from benchmarks.attacks import ATTACKS, PATIENCE_S, Felt, besieged, percentiles, set_session_nice
 from benchmarks.attacks import problems as problems_of
 from benchmarks.instances import HELD, left_behind, longest_gap, memory, metrics
 from benchmarks.record import Cell, Report, arguments, run
@@ -86,19 +85,13 @@ class Totals:
                 self.descriptors[-1][process.pid] = process.num_fds()
 
 
-def _precede_server() -> None:
-    """Gives this session the processor first, where root runs it: a client that waits for a core measures itself."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text("-10")
-
-
 def main(report: Report) -> int:
     given = arguments(
         __doc__, url="http://127.0.0.1:8000", clients=64, seconds=120.0, disconnects=0.2, max_tokens=64,
         server_pid=int, max_growth_mib=32.0, hostile=False, attack_seconds=10.0, attack=[],
     )  # fmt: skip
-    if os.getsid(0) == os.getpid():
-        _precede_server()
+    if os.getsid(0) == os.getpid():  # started by setsid
+        set_session_nice(-10)  # a client that waits for a core measures itself
     return asyncio.run(_soak(report, given))
 
 

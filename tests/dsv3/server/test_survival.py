@@ -189,6 +189,28 @@ def test_an_api_server_that_dies_during_a_restart_is_replaced(server):
     server.wait_ready()
 
 
+def test_a_new_api_server_accepts_connections_once_it_has_an_engine(server):
+    """It starts while the engine is stopped: the first API server gets all connections until that is restarted."""
+    [api_server] = [
+        p for p in psutil.Process(server.process.pid).children() if "dsv3.server.http.api_server_child" in p.cmdline()
+    ]
+    stop(server)
+    api_server.kill()
+    found = []
+
+    def ask():
+        found.append(httpx.post(server.url + COMPLETIONS, json={"prompt": [5, 6], "max_tokens": 1}, timeout=60))
+
+    threads = [threading.Thread(target=ask) for _ in range(30)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join(60)
+    assert [answer.status_code for answer in found] == [200] * len(threads)
+    server.wait_ready()
+
+
 def test_repeated_engine_deaths_end_the_server(model_dir):
     with serving.running(model_dir, restarts={"max_restarts": 1}, failure_linger_s=0.5) as server:
         first = server.engine_process()

@@ -112,6 +112,12 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+def pytest_sessionfinish() -> None:
+    """Looks for garbage once at the end: pytest does so twice, and each takes seconds with what jax has cached."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def others_collected() -> None:
     """Collects what earlier tests have left, and spares later collections what stays: each takes a second with it."""

@@ -10,10 +10,11 @@ import pytest
 
 from dsv3.llm import Completion, RequestOutput
 from dsv3.model.forward import forward
+from tests.training.pipeline.test_run import random_params
 from training.config import TrainingConfig
 from training.grpo import GrpoConfig, Rollouts, advantages, objective, optimizer, policy_step, sample, token_logprobs
 from training.loss import training_backend
-from training.step import TrainState, initial_state
+from training.step import TrainState
 
 scores = jax.jit(token_logprobs, static_argnums=1)
 loss_of = jax.jit(objective, static_argnums=1)
@@ -26,7 +27,7 @@ def config(toy_config: TrainingConfig) -> GrpoConfig:
 
 @pytest.fixture
 def params(toy_config: TrainingConfig):
-    return initial_state(toy_config).params
+    return random_params(toy_config.model, toy_config.init_std)
 
 
 def rollouts_of(params, config: GrpoConfig, advantage: list[float]) -> Rollouts:
@@ -58,8 +59,8 @@ def test_failed_completions_are_no_rollouts(config: GrpoConfig) -> None:
 
 def test_log_probabilities_are_those_of_the_next_tokens(params, config: GrpoConfig) -> None:
     made = rollouts_of(params, config, [1, -1])
-    run = jax.jit(lambda tokens: forward(params, config.model, tokens, backend=training_backend()).logits)
-    wanted = np.asarray(jax.nn.log_softmax(run(made.tokens)))[:, :-1]
+    run = jax.jit(lambda params, tokens: forward(params, config.model, tokens, backend=training_backend()).logits)
+    wanted = np.asarray(jax.nn.log_softmax(run(params, made.tokens)))[:, :-1]
     np.testing.assert_allclose(
         made.logprobs, np.take_along_axis(wanted, made.tokens[:, 1:, None], 2)[..., 0], rtol=1e-5
     )

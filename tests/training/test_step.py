@@ -11,13 +11,14 @@ import pytest
 
 from dsv3.model.layers.router import route, router_logits
 from dsv3.model.params import Params
+from tests.training.pipeline.test_processes import first_state
 from training.config import TrainingConfig
-from training.step import TrainState, evaluate, initial_state, learning_rate, shift_router_bias, train_step
+from training.step import TrainState, evaluate, learning_rate, shift_router_bias, train_step
 
 
 @pytest.fixture
 def state(toy_config: TrainingConfig) -> TrainState:
-    return initial_state(toy_config)
+    return first_state(toy_config)
 
 
 def test_loss_falls_on_a_regular_stream(toy_config: TrainingConfig, state: TrainState) -> None:

@@ -12,6 +12,7 @@ from configs.tiny import MODEL as TINY
 from dsv3.engine.build import bundled_model
 from dsv3.kv_cache.layout import pool
 from dsv3.model.batch import DecodeBatch
+from dsv3.model.params import ParamSpec, declare
 from pallas_kernels import mla
 from pallas_kernels.backend import Backend
 from tools.doctor import checks, step
@@ -22,8 +23,15 @@ CFG = dataclasses.replace(TINY, num_hidden_layers=2, num_nextn_predict_layers=0,
 
 @pytest.fixture(scope="module")
 def tiny() -> tuple[Model, Work]:
-    model = step.in_float32(Model(CFG, random_params(CFG), "bfloat16"))
     rng = np.random.default_rng(1)
+
+    def draw(spec: ParamSpec) -> np.ndarray:
+        """Returns values as `random_params` does, in numpy: jax would compile a generator for each shape."""
+        if spec.init == "normal":
+            return rng.normal(scale=0.45 * CFG.hidden_size**-0.5, size=spec.shape).astype(np.float32)
+        return np.full(spec.shape, spec.init == "ones", np.float32)
+
+    model = Model(CFG, jax.tree.map(draw, declare(CFG)), "float32")
     first, second = ([rng.integers(0, 256, n, np.int32) for n in lengths] for lengths in ((17, 1, 3), (8, 2, 0)))
     return model, Work(first, second, 32, 2, None, False)
 

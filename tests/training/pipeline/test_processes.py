@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -79,10 +80,9 @@ def two_processes(config: TrainingConfig, state: TrainState, directory: Path) ->
 
 
 def test_two_processes_make_the_step_of_one_device(tmp_path: Path, toy_config: TrainingConfig) -> None:
-    """Without the MTP module, which `test_trainer.py` covers, to compile less."""
-    toy_config = dataclasses.replace(
-        toy_config, model=dataclasses.replace(toy_config.model, num_nextn_predict_layers=0, n_group=1, topk_group=1)
-    )
+    """Without MTP module, shared expert and the query's latent, which `test_trainer.py` covers, to compile less."""
+    smaller: dict[str, Any] = {"num_nextn_predict_layers": 0, "n_group": 1, "q_lora_rank": None, "n_shared_experts": 0}
+    toy_config = dataclasses.replace(toy_config, model=dataclasses.replace(toy_config.model, **smaller))
     state = first_state(toy_config)
     results = two_processes(toy_config, state, tmp_path / "checkpoints")
     assert results[0] == results[1]

@@ -30,9 +30,8 @@ CASES = [("1F1B", 4), ("ZB1P", 4), ("DualPipe", 4), ("DualPipeV", 2)]
 @pytest.fixture(scope="module")
 def config(toy_config: TrainingConfig) -> TrainingConfig:
     """Returns a model with a dense layer per stage, and experts in the last of four: few operations to compile."""
-    model = dataclasses.replace(
-        toy_config.model, num_hidden_layers=4, first_k_dense_replace=3, num_nextn_predict_layers=0, n_group=1
-    )
+    smaller: dict[str, Any] = {"num_nextn_predict_layers": 0, "n_group": 1, "q_lora_rank": None, "n_shared_experts": 0}
+    model = dataclasses.replace(toy_config.model, num_hidden_layers=4, first_k_dense_replace=3, **smaller)
     return dataclasses.replace(toy_config, model=model, batch_size=ROWS, sequence_length=LENGTH)
 
 

@@ -63,7 +63,7 @@ def sharded(tree):
         spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "trainer")
         return jax.device_put(leaf, NamedSharding(mesh, spec))
 
-    return jax.tree.map(place, tree)
+    return jax.tree.map(place, jax.device_get(tree))  # jax would compile each array's distribution
 
 
 def move_experts(engine: Engine) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,6 @@ _decode_rows = jax.jit(decode_rows, static_argnums=(1, 2, 3))
 COUNTS = ((0, 0), (1, 0), (20, 0), (20, 70), (7, 33), (16, 12), (20, 1), (0, 5))
 
 
-@functools.cache
-def _attend(backend: Backend, plain: int, share: int, gpu: gpus.GpuKind) -> Callable[..., jax.Array]:
-    """Returns what cases of the same shapes compile once for each GPU and `SHARE`, which jax does not see."""
-    del share, gpu
-    return jax.jit(functools.partial(attend_compressed, scale=0.1, plain=plain, layer=1, backend=backend))
-
-
 @dataclasses.dataclass(frozen=True)
 class Lists:
     """Queries, one per pair of counts, and float64 rows of each list, in its order."""
@@ -45,8 +38,9 @@ class Lists:
 
     def attend(self, backend: Backend, queries: slice = slice(None), with_entries: bool = True) -> np.ndarray:
         window, entries = (RowList(r.array, r.numbers[queries], r.counts[queries]) for r in (self.window, self.entries))
-        q, gpu = self.q[queries], gpus.target(jax.devices()[0])
-        attend = _attend(backend, self.q.shape[-1] - ROTATED, compressed.SHARE, gpu)
+        how = {"scale": 0.1, "plain": self.q.shape[-1] - ROTATED, "layer": 1, "backend": backend}
+        q = self.q[queries]
+        attend = jax.jit(functools.partial(attend_compressed, **how))
         return np.asarray(attend(q, self.sink, self.own, window, entries if with_entries else None), np.float32)
 
     def expected(self) -> np.ndarray:
@@ -145,15 +139,7 @@ def test_widths_and_heads_of_deepseek_v4(number: int) -> None:
 
 @pytest.mark.parametrize(
     ("share", "dtype", "fp8"),
-    [
-        (64, BF16, False),
-        (64, F16, False),
-        (128, BF16, False),
-        (1280, BF16, False),
-        (1280, F16, False),
-        (64, BF16, True),
-        (1280, BF16, True),
-    ],
+    [*itertools.product((64, 128, 1280), (BF16, F16), (False,)), (64, BF16, True), (1280, BF16, True)],
 )
 def test_listed_rows_on_hopper(share, dtype, fp8, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs Mosaic's kernel in its interpreter, which detects races; the rows are those of an array's second layer."""

@@ -26,10 +26,9 @@ def test_gradients_of_split_backwards_equal_whole_ones(toy_config: TrainingConfi
     """One device computes the micro-batches one after the other, as tiles are cut from a micro-batch's rows.
 
     With three of four experts per row, one round has room for all: tiles do not reach from one round into the next.
-    Without a shared expert and the query's latent, whose products are like those of a dense layer and of the keys'.
     """
     smaller: dict[str, Any] = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
-    smaller |= {"num_experts_per_tok": 3, "n_shared_experts": 0, "q_lora_rank": None}
+    smaller["num_experts_per_tok"] = 3
     model = dataclasses.replace(toy_config.model, qk_rope_head_dim=16, n_group=1, **smaller)
     changes: dict[str, Any] = {"batch_size": ROWS, "sequence_length": LENGTH, "sequence_balance_weight": 0.0}
     config = dataclasses.replace(toy_config, model=model, fp8_products=True, **changes)

@@ -4,18 +4,12 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import re
-import types
-from collections.abc import Callable, Hashable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from jax.extend import random
 
 from pallas_kernels import aot, bodies, checks, gpus, native
 from pallas_kernels.backend import Backend
@@ -108,52 +102,6 @@ def test_a_backend_that_cannot_run_here_is_rejected(capsys: pytest.CaptureFixtur
     assert "add --quick" in capsys.readouterr().err
 
 
-def _mixed(x: jax.Array) -> jax.Array:
-    """Returns MurmurHash3's mix of 32 bits."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
-def _numbers(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    counted = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-    return _mixed(_mixed(counted + key[0]) + key[0])
-
-
-@functools.cache
-def _cheap_generator() -> Hashable:
-    """Returns a generator whose programs compile in half the time of Threefry's, which has 20 rounds."""
-    return random.define_prng_impl(
-        name="mixed",
-        tag="mix",
-        key_shape=(1,),
-        seed=lambda seed: _mixed(jnp.uint32(seed).reshape(1) + 1),
-        split=lambda key, shape: _numbers(key, (*shape, 1)),
-        random_bits=lambda key, width, shape: _numbers(key, shape).astype(f"uint{width}"),
-        fold_in=lambda key, number: _mixed(_mixed(key) + number),
-    )
-
-
-def _by_numpy(formula: Any) -> Callable[..., Any]:
-    """Returns a jitted function of `case` that computes in numpy: jax would compile it for each shape."""
-    computed = types.FunctionType(formula.__wrapped__.__code__, {**vars(case), "jnp": np})
-
-    def call(*arguments: Any) -> Any:
-        with np.errstate(all="ignore"):
-            return computed(*jax.tree.map(np.asarray, arguments))
-
-    return call
-
-
-@pytest.fixture
-def cheap_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes operands by another generator, and compares in numpy; the tests above compare as users do."""
-    monkeypatch.setattr(jax.random, "key", functools.partial(jax.random.key, impl=_cheap_generator()))
-    for name in ("_differences", "_differing"):
-        monkeypatch.setattr(case, name, _by_numpy(getattr(case, name)))
-
-
-@pytest.mark.usefixtures("cheap_programs")
 @pytest.mark.parametrize("operation", [name for name in checks.names() if name not in HOPPER])
 def test_operations_pass_their_quick_checks(operation: str) -> None:
     """Those without C++ compare the reference in bfloat16 with the reference in float32, in the smallest case."""

@@ -75,8 +75,8 @@ def drain(instance):
         told[tuple(choice["token_ids"])] = choice["finish_reason"]
     expected = [test_masks.expected([first, 5], 120, 1, ignore_eos=True) for first in (2, 3)]
     assert told == {tuple(tokens): reason for tokens, reason in expected}
-    assert server.process.wait(60) == 0
-    assert follower.wait(60) == 0
+    statuses = server.process.wait(60), follower.wait(60)
+    assert statuses == (0, 0), instance.log(0) + instance.log(1)
     assert "the leader has ended the instance in order" in instance.log(1)
 
 

@@ -4,6 +4,8 @@ Both ends decode into declared types; nothing is unpickled.
 """
 
 import asyncio
+import contextlib
+import os
 import socket
 from collections.abc import Callable, Iterator
 
@@ -13,6 +15,7 @@ import msgspec
 MAX_FRAME_BYTES = 256 * 2**20
 HEAD_BYTES = 4
 """Bytes of a frame before its body."""
+_READ_BYTES = 2**18
 
 
 class FrameError(Exception):
@@ -108,7 +111,18 @@ class FrameProtocol(asyncio.Protocol):
             self._end(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None:
+            self._read_rest()
         self._end(None)
+
+    def _read_rest(self) -> None:
+        """Reads what the peer sent before its end: uvloop reads no more once a write has failed."""
+        if self._transport is None:
+            return
+        descriptor = self._transport.get_extra_info("socket").fileno()
+        with contextlib.suppress(OSError):  # the peer still has its end open, or broke the connection
+            while received := os.read(descriptor, _READ_BYTES):
+                self.data_received(received)
 
     def _end(self, error: Exception | None) -> None:
         if not self._ended:

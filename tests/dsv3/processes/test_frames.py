@@ -1,8 +1,11 @@
 """Frames: split from a stream that arrives in any pieces, or received one at a time."""
 
+import asyncio
 import socket
 
 import msgspec
+import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,3 +48,29 @@ def test_an_incomplete_frame_is_none(length):
         theirs.sendall(frames.encode(Said("abc"))[:length])
         theirs.shutdown(socket.SHUT_WR)
         assert frames.receive_frame(ours) is None
+
+
+@pytest.mark.parametrize("new_loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_last_frames_of_a_peer_arrive_although_a_write_fails(new_loop):
+    """The peer sends and closes after this process has looked for data, and before it writes."""
+    ours, theirs = socket.socketpair()
+    received = []
+
+    async def write_to_a_closed_end():
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def on_end(error):
+            received.append(error)
+            ended.set()
+
+        transport, _ = await loop.create_connection(
+            lambda: frames.FrameProtocol(lambda body: received.append(bytes(body)), on_end), sock=ours
+        )
+        theirs.sendall(frames.encode(Said("first")) + frames.encode(Said("last")))
+        theirs.close()
+        transport.write(b"anything")
+        await asyncio.wait_for(ended.wait(), 30)
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(write_to_a_closed_end())
+    assert received == [msgspec.msgpack.encode(Said(text)) for text in ("first", "last")] + [None]

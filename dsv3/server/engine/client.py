@@ -159,7 +159,9 @@ class EngineClient:
         number, loop = self._connection, asyncio.get_running_loop()
 
         def protocol() -> frames.FrameProtocol:
-            return frames.FrameProtocol(self._receive, lambda error: self._on_end(number, error))
+            return frames.FrameProtocol(
+                lambda body: self._receive(number, body), lambda error: self._on_end(number, error)
+            )
 
         try:
             if isinstance(connection, str):
@@ -360,7 +362,9 @@ class EngineClient:
     def _allowed_silence_s(self) -> float:
         return min(self._watchdog_s, _IDLE_WATCHDOG_S) if self._engine_is_idle else self._watchdog_s
 
-    def _receive(self, body: memoryview) -> None:
+    def _receive(self, number: int, body: memoryview) -> None:
+        if number != self._connection:
+            return
         self._frame_silence_s, self._has_received = 0.0, True
         message = messages.from_engine.decode(body)
         if not isinstance(message, messages.EngineHeartbeat):

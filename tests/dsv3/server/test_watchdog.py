@@ -108,6 +108,22 @@ def test_the_socket_of_the_engine_is_private_for_any_tmpdir(monkeypatch, tmp_pat
     asyncio.run(run())
 
 
+def test_what_an_engine_has_sent_before_it_was_given_up_is_ignored() -> None:
+    async def give_up() -> EngineClient:
+        engine = EngineClient(max_num_queued_reqs=0)
+        theirs = await connected(engine, {"running": 1.0})
+        theirs.sendall(step_frame({"running": 2.0}))
+        theirs.close()
+        engine.flush()  # cannot be written, which the next callback reports
+        engine.suspend("the engine is silent")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return engine
+
+    engine = uvloop.run(give_up())
+    assert (engine.state, engine.stats) == ("restarting", {})
+
+
 async def beat(ends: list[socket.socket]) -> None:
     while True:
         for end in ends:

@@ -54,10 +54,9 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
 def _origin(result: dict[str, Any]) -> str:
     """Returns the lines of a page that say where figures come from."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    commit = f", commit {result['commit']}" if result["commit"] else ""
     busy = "" if result["quiet"] else "; **other programs kept it busy**"
-    noted = "; noted by hand" if result.get("noted_by_hand") else ""
-    return f"`{result['command']}`\n\n{result['date']}{commit}: {result['machine']}; {versions}{busy}{noted}."
+    origin = f"{result['date']}, commit {result['commit']}: {result['machine']}; {versions}{busy}."
+    return f"`{result['command']}`\n\n{origin}"
 
 
 def fill() -> None:
@@ -75,10 +74,10 @@ def needed_by(result: dict[str, Any]) -> list[str]:
 
 
 def short_ones() -> list[str]:
-    """Returns the results of a CPU that need nothing from elsewhere and did not take long, as far as that is known."""
+    """Returns the results of a CPU that need nothing from elsewhere and did not take long."""
     found = {path.stem: result_of(path.stem) for path in sorted(RESULTS.glob("*.json"))}
     found = {name: each for name, each in found.items() if not name.startswith("gpu.") and not needed_by(each)}
-    return [name for name, each in found.items() if (each["seconds"] or 0.0) < _SHORT_S]
+    return [name for name, each in found.items() if each["seconds"] < _SHORT_S]
 
 
 def again(name: str) -> bool:

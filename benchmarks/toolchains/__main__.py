@@ -5,7 +5,7 @@
 Makes a virtual environment for each column below DIR, which lies outside of the tree. A column is a release of jax, its
 CUDA 12 or 13 plugin and a ptxas; the machine's own CUDA toolkit is hidden from it. What DIR has already is not run
 again: remove DIR/results/COLUMN-PART.json to run a part anew. Exits with 1 if a case failed, 2 if a part could not be
-tried. A column takes 8 minutes of two quiet cores.
+tried. A column takes 11 minutes of two cores.
 """
 
 import itertools

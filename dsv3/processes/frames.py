@@ -116,12 +116,12 @@ class FrameProtocol(asyncio.Protocol):
         self._end(None)
 
     def _read_rest(self) -> None:
-        """Reads what the peer sent before its end: uvloop reads no more once a write has failed."""
-        if self._transport is None:
+        """Reads what the peer sent before its end: an event loop reads no more once a write has failed."""
+        connection = None if self._transport is None else self._transport.get_extra_info("socket")
+        if connection is None:
             return
-        descriptor = self._transport.get_extra_info("socket").fileno()
         with contextlib.suppress(OSError):  # the peer still has its end open, or broke the connection
-            while received := os.read(descriptor, _READ_BYTES):
+            while not self._ended and (received := os.read(connection.fileno(), _READ_BYTES)):
                 self.data_received(received)
 
     def _end(self, error: Exception | None) -> None:
